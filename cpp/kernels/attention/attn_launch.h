@@ -1,0 +1,63 @@
+// Host entry points of the attention kernels: check, plan, launch on the tensors' device.
+// No CUDA and no Python types here. See attn_params.h for what a row sees.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "common/tensor_view.h"
+
+namespace astrai::kernels {
+
+// What all four entry points share. Optional tensors are null.
+struct AttentionOptions {
+  const TensorView* mask = nullptr;   // bool [B, Lk] or [B, Lq, Lk], true = keep
+  int64_t window = -1;                // >= 1, or -1 for none
+  float softcap = 0.0f;               // >= 0; 0 = none
+  const TensorView* sinks = nullptr;  // float32 [Hq], contiguous
+  std::optional<float> scale;         // default D ** -0.5
+  const TensorView* lse = nullptr;    // float32, contiguous; shape in attn_params.h
+  // Preallocated split partials, float32, contiguous: [>= B, Hq, splits, D] and [>= B, Hq, splits,
+  // 2]. Give both or neither; without them the kernel takes scratch of its own.
+  const TensorView* o_part = nullptr;
+  const TensorView* ml_part = nullptr;
+  int64_t num_splits = 0;  // 0 = choose; at most what the partials hold
+  void* stream = nullptr;  // cudaStream_t; ignored on the CPU
+};
+
+// Dense, [B, L, H, D] by strides, any layout. Decode has exactly one query a request and is split
+// over KV; prefill has any number and is split over queries. causal_offset: -1 = not causal; >= 0 =
+// position, in the key axis, of the first query. Throws std::invalid_argument when anything differs
+// from the contract, before any memory is touched.
+void attn_decode(const TensorView& q, const TensorView& k, const TensorView& v,
+                 const TensorView& out, int64_t causal_offset, const AttentionOptions& options);
+void attn_prefill(const TensorView& q, const TensorView& k, const TensorView& v,
+                  const TensorView& out, int64_t causal_offset, const AttentionOptions& options);
+
+// Paged keys and values [P, S, Hkv, D]; page lists in CSR form, int32.
+struct PagedKv {
+  const TensorView& k_pages;
+  const TensorView& v_pages;
+  const TensorView& kv_indptr;   // [B + 1]
+  const TensorView& kv_indices;  // [>= kv_indptr[B]]
+  const TensorView& kv_lens;     // [B]
+};
+
+// q and out [B, Hq, D] or [B, 1, Hq, D]. The one query of a request sees all its kv_lens[b] keys
+// (within the window).
+void attn_paged_decode(const TensorView& q, const PagedKv& kv, const TensorView& out,
+                       const AttentionOptions& options);
+
+// How queries of attn_paged_prefill are placed on the key axis.
+struct PagedCausal {
+  bool from_lengths = true;             // offset = kv_len - q_len of each request
+  int64_t offset = -1;                  // else this one for all: -1 = not causal
+  const TensorView* offsets = nullptr;  // else int32 [B]
+};
+
+// Ragged: q and out [T, Hq, D], request b owns rows qo_indptr[b] .. qo_indptr[b + 1].
+void attn_paged_prefill(const TensorView& q, const PagedKv& kv, const TensorView& qo_indptr,
+                        const TensorView& out, const PagedCausal& causal,
+                        const AttentionOptions& options);
+
+}  // namespace astrai::kernels
