@@ -45,8 +45,6 @@ class KVCache {
   void apply_page_copies();
 
  private:
-  void copy_page(const TensorView& storage, const PageCopy& copy) const;
-
   TensorView k_;
   TensorView v_;
   PagePool* pool_;

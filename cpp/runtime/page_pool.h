@@ -39,8 +39,8 @@ struct PageCopy {
 //
 // Free pages are reused in the order in which they were freed; a task lets its pages go from the
 // last to the first, so that heads of sequences, the more likely to be wanted again, survive
-// longer. take_free_page and let_go are the only two doors of the free list: an index of finished
-// prefixes hooks in there.
+// longer. take_free_page and push_free_page are the only two doors of the free list: an index of
+// finished prefixes hooks in there.
 //
 // Errors: std::invalid_argument for a bad argument (an unknown task id among them), with nothing
 // changed; std::runtime_error for a broken invariant.
@@ -132,27 +132,36 @@ class PagePool {
     uint64_t bound_in = 0;  // number of the bind_tasks call that saw this task last
   };
 
+  int64_t pages_for(int64_t num_tokens) const {
+    return num_tokens / page_size_ + (num_tokens % page_size_ != 0 ? 1 : 0);
+  }
+
   Task& find_task(int64_t task_id, const char* op);
   const Task& find_task(int64_t task_id, const char* op) const;
-  Task& new_task(int64_t task_id, size_t num_pages, const char* op);
-  void reserve_list(std::vector<int32_t>& pages, size_t num_pages) const;
-  bool page_is_full_somewhere(int32_t page, size_t index) const;
+  void check_new_id(int64_t task_id, const char* op) const;
+  void insert_task(int64_t task_id, std::span<const int32_t> pages, int64_t length);
+  bool is_full_page(int32_t page, size_t index) const;
 
   int32_t take_free_page();
   void push_free_page(int32_t page);
   void drop_reference(int32_t page);
   void let_go(int32_t page);
-  void shrink_list(Task& task, size_t num_pages);
+  void shrink_list(Task& task, int64_t num_pages);
 
-  void check_bind_arguments(const InferenceWorkspace& workspace, std::span<const int64_t> task_ids,
-                            std::span<const int64_t> q_lens, int64_t pad_to) const;
-  void collect_step(const InferenceWorkspace& workspace, std::span<const int64_t> task_ids,
-                    std::span<const int64_t> q_lens, StepMetadata& step);
+  StepMetadata plan_step(const InferenceWorkspace& workspace, std::span<const int64_t> task_ids,
+                         std::span<const int64_t> q_lens, int64_t pad_to);
   void check_writable(const Task& task, int64_t task_id, int64_t q_len) const;
+  void write_step(const InferenceWorkspace::StepArrays& out, std::span<const int64_t> q_lens,
+                  const StepMetadata& step) const;
+
+  std::vector<int32_t> count_holders() const;
+  void check_states(const std::vector<int32_t>& holders) const;
+
+  static constexpr int32_t kNotLinked = -1;
 
   int64_t num_pages_;
   int64_t page_size_;
-  int64_t max_task_pages_;
+  int64_t max_task_pages_ = 0;
   std::unordered_map<int64_t, Task> tasks_;
   std::vector<int32_t> ref_counts_;  // [num_pages]
   // The free list is a doubly linked queue through these arrays, so that a page can leave its

@@ -139,7 +139,7 @@ class InferenceWorkspace {
   const StepArrays& step_arrays() const { return step_arrays_; }
 
  private:
-  TensorView view_of(const WorkspaceSlice& slice, const TensorView& base) const;
+  static TensorView view_of(const WorkspaceSlice& slice, const TensorView& base);
 
   WorkspaceLayout layout_;
   TensorView slab_;
