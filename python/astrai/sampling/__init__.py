@@ -1,0 +1,77 @@
+"""Choosing the next token: request parameters, the strategy pipeline, counter-based random numbers.
+
+`SamplingParams` needs no torch; everything else is imported on first use, so that describing a
+request stays cheap.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from astrai.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from astrai.sampling.batch_info import SamplingBatchInfo, SamplingRow
+    from astrai.sampling.logprobs import TokenLogprobs
+    from astrai.sampling.penalties import (
+        FrequencyPenaltyStrategy,
+        PresencePenaltyStrategy,
+        RepetitionPenaltyStrategy,
+    )
+    from astrai.sampling.pipeline import SamplingPipeline
+    from astrai.sampling.sampler import SampledTokens, Sampler
+    from astrai.sampling.strategies import (
+        LogitBiasStrategy,
+        MinPStrategy,
+        MinTokensStrategy,
+        TemperatureStrategy,
+        TopKStrategy,
+        TopPStrategy,
+    )
+
+_LAZY = {
+    "SamplingBatchInfo": "batch_info",
+    "SamplingRow": "batch_info",
+    "TokenLogprobs": "logprobs",
+    "FrequencyPenaltyStrategy": "penalties",
+    "PresencePenaltyStrategy": "penalties",
+    "RepetitionPenaltyStrategy": "penalties",
+    "SamplingPipeline": "pipeline",
+    "SampledTokens": "sampler",
+    "Sampler": "sampler",
+    "LogitBiasStrategy": "strategies",
+    "MinPStrategy": "strategies",
+    "MinTokensStrategy": "strategies",
+    "TemperatureStrategy": "strategies",
+    "TopKStrategy": "strategies",
+    "TopPStrategy": "strategies",
+}
+
+__all__ = [
+    "FrequencyPenaltyStrategy",
+    "LogitBiasStrategy",
+    "MinPStrategy",
+    "MinTokensStrategy",
+    "PresencePenaltyStrategy",
+    "RepetitionPenaltyStrategy",
+    "SampledTokens",
+    "Sampler",
+    "SamplingBatchInfo",
+    "SamplingParams",
+    "SamplingPipeline",
+    "SamplingRow",
+    "TemperatureStrategy",
+    "TokenLogprobs",
+    "TopKStrategy",
+    "TopPStrategy",
+]
+
+
+def __getattr__(name: str) -> Any:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{module}"), name)
+    globals()[name] = value
+    return value

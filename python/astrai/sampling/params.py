@@ -1,0 +1,214 @@
+"""What one request asks of the sampler. No torch here: a client may build these cheaply."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Below this a row is decided by argmax: (logit - max) / temperature would only tell apart logits
+# that are closer than fp32 can represent for any real model.
+GREEDY_TEMPERATURE = 1e-5
+MAX_SAMPLES = 128
+MAX_LOGPROBS = 20
+_INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when it ends. Immutable and checked when built.
+
+    Fields (a value outside the range raises ValueError, one of another type TypeError):
+
+    temperature         default 1.0; finite, >= 0. Divides the logits. Below 1e-5 the row is greedy:
+                        the largest logit wins, the lowest id of equal ones.
+    top_p               default 1.0; in [0, 1]. Keep the smallest set of most likely tokens whose
+                        probabilities sum to at least top_p; always at least one, so 0 keeps one.
+    top_k               default 0; >= -1. Keep the k most likely tokens; 0, -1 and anything at
+                        or above the vocabulary size mean no limit.
+    min_p               default 0.0; in [0, 1]. Drop tokens below min_p times the likeliest one.
+    frequency_penalty   default 0.0; in [-2, 2]. Subtracted from a token's logit once for each time
+                        it stands in the output. The prompt does not count.
+    presence_penalty    default 0.0; in [-2, 2]. Subtracted once if the token stands in the output.
+                        The prompt does not count.
+    repetition_penalty  default 1.0; finite, > 0. Divides positive and multiplies negative logits of
+                        tokens in the prompt or the output (Keskar et al. 2019, arXiv:1909.05858).
+    seed                default None; any 64-bit signed integer. The same seed gives the same tokens
+                        whatever else is in the batch; None draws a fresh one for each request.
+    n                   default 1; 1 to 128. Independent samples of the same prompt.
+    max_tokens          default 256 tokens; >= 0, or None for up to the end of the context.
+                        A number beyond the context is cut to it; 0 generates nothing.
+    min_tokens          default 0 tokens; 0 to max_tokens. Until this many are out, the
+                        end-of-sequence and stop ids cannot be chosen and stop strings do not match.
+    stop                default (); a string or several, none empty. Generation ends when the output
+                        text contains one; the text ends before it.
+    stop_token_ids      default (); ids in [0, vocabulary). Generation ends when one is chosen.
+    ignore_eos          default False. Treat the model's end-of-sequence ids as ordinary tokens.
+    logit_bias          default None; id -> number in [-100, 100], added to that token's logit.
+                        Ids are checked against the vocabulary when the request is submitted.
+    logprobs            default None; 0 to 20. Report the natural log probability of each chosen
+                        token and of this many likeliest ones, under the model's own distribution
+                        (before penalties, bias, temperature and filters).
+    skip_special_tokens default True. Leave special tokens out of the text.
+    include_stop_str_in_output
+                        default False. End the text after the stop string or token, not before it.
+
+    Order of effects: repetition, frequency and presence penalty, logit bias, min_tokens,
+    temperature, top_k, top_p, min_p.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    n: int = 1
+    max_tokens: int | None = 256
+    min_tokens: int = 0
+    stop: str | Iterable[str] = ()
+    stop_token_ids: Iterable[int] = ()
+    ignore_eos: bool = False
+    logit_bias: Mapping[int, float] | None = None
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_lengths()
+        self._check_stops()
+        self._check_logit_bias()
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(f"SamplingParams: {name} is {value!r}; expected True or False")
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _number(self, name: str, rule: str) -> float:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"SamplingParams: {name} is {value!r}; expected {rule}")
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"SamplingParams: {name} is {value!r}; expected {rule}") from None
+
+    def _check_numbers(self) -> None:
+        ranges: dict[str, tuple[float, float, str]] = {
+            "temperature": (0.0, math.inf, "a finite number >= 0"),
+            "top_p": (0.0, 1.0, "a number in [0, 1]"),
+            "min_p": (0.0, 1.0, "a number in [0, 1]"),
+            "frequency_penalty": (-2.0, 2.0, "a number in [-2, 2]"),
+            "presence_penalty": (-2.0, 2.0, "a number in [-2, 2]"),
+            "repetition_penalty": (0.0, math.inf, "a finite number > 0"),
+        }
+        for name, (low, high, rule) in ranges.items():
+            value = self._number(name, rule)
+            positive = name != "repetition_penalty" or value > 0.0
+            if not (math.isfinite(value) and low <= value <= high and positive):
+                raise ValueError(f"SamplingParams: {name} is {value!r}; expected {rule}")
+            self._set(name, value)
+
+    def _integer(self, name: str, low: int, high: int, rule: str, optional: bool = False) -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"SamplingParams: {name} is {value!r}; expected {rule}")
+        if not low <= value <= high:
+            raise ValueError(f"SamplingParams: {name} is {value}; expected {rule}")
+
+    def _check_lengths(self) -> None:
+        big = _INT64_MAX
+        self._integer("top_k", -1, big, "an integer >= 1, or 0 or -1 for no limit")
+        self._integer("seed", _INT64_MIN, big, "a 64-bit signed integer or None", optional=True)
+        self._integer("n", 1, MAX_SAMPLES, f"an integer in [1, {MAX_SAMPLES}]")
+        self._integer("max_tokens", 0, big, "an integer >= 0 or None", optional=True)
+        self._integer("min_tokens", 0, big, "an integer >= 0")
+        self._integer(
+            "logprobs", 0, MAX_LOGPROBS, f"an integer in [0, {MAX_LOGPROBS}] or None", optional=True
+        )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"SamplingParams: min_tokens is {self.min_tokens}; "
+                f"expected at most max_tokens ({self.max_tokens})"
+            )
+
+    def _check_stops(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        try:
+            stops = tuple(stop)
+            ids = tuple(self.stop_token_ids)
+        except TypeError:
+            raise TypeError(
+                f"SamplingParams: stop is {self.stop!r}, stop_token_ids {self.stop_token_ids!r}; "
+                "expected strings and token ids"
+            ) from None
+        for text in stops:
+            if not isinstance(text, str):
+                raise TypeError(f"SamplingParams: stop has {text!r}; expected strings")
+            if not text:
+                raise ValueError("SamplingParams: stop has an empty string; expected text")
+        for token_id in ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise TypeError(
+                    f"SamplingParams: stop_token_ids has {token_id!r}; expected integers"
+                )
+            if token_id < 0:
+                raise ValueError(f"SamplingParams: stop_token_ids has {token_id}; expected ids >= 0")
+        self._set("stop", stops)
+        self._set("stop_token_ids", ids)
+
+    def _check_logit_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, Mapping):
+            raise TypeError(
+                f"SamplingParams: logit_bias is {self.logit_bias!r}; expected a mapping id -> bias"
+            )
+        bias: dict[int, float] = {}
+        for token_id, value in self.logit_bias.items():
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise TypeError(f"SamplingParams: logit_bias has key {token_id!r}; expected an id")
+            if token_id < 0:
+                raise ValueError(f"SamplingParams: logit_bias has id {token_id}; expected ids >= 0")
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(
+                    f"SamplingParams: logit_bias[{token_id}] is {value!r}; expected a number"
+                )
+            if not -100.0 <= value <= 100.0:
+                raise ValueError(
+                    f"SamplingParams: logit_bias[{token_id}] is {value}; "
+                    "expected a number in [-100, 100]"
+                )
+            bias[token_id] = float(value)
+        self._set("logit_bias", bias or None)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Check every token id against a vocabulary of `vocab_size` ids; ValueError names the id."""
+        for name, ids in (
+            ("logit_bias", self.logit_bias or ()),
+            ("stop_token_ids", self.stop_token_ids),
+        ):
+            for token_id in ids:
+                if token_id >= vocab_size:
+                    raise ValueError(
+                        f"SamplingParams: {name} has id {token_id}; "
+                        f"expected ids in [0, {vocab_size}), the model's vocabulary"
+                    )
+
+    @property
+    def is_greedy(self) -> bool:
+        """True when the largest logit always wins."""
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple, whatever form it was given in."""
+        return self.stop  # type: ignore[return-value]  # normalised by _check_stops
