@@ -1,0 +1,208 @@
+#include "bindings/tensor_arg.h"
+
+#include <string>
+#include <unordered_map>
+
+#include "bindings/dlpack_exchange.h"
+
+namespace astrai::bindings {
+
+namespace {
+
+// The exchange table of a tensor type, or null if it has none of our version.
+const dlpack::ExchangeApi* find_exchange_api(PyTypeObject* type) {
+  PyObject* capsule =
+      PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), dlpack::kTypeAttribute);
+  if (capsule == nullptr) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  const nb::object owner = nb::steal(capsule);
+  auto* header =
+      static_cast<dlpack::ExchangeHeader*>(PyCapsule_GetPointer(capsule, dlpack::kCapsuleName));
+  if (header == nullptr) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  while (header != nullptr && header->version.major != dlpack::kMajorVersion) {
+    header = header->previous;
+  }
+  const auto* api = reinterpret_cast<const dlpack::ExchangeApi*>(header);
+  return api != nullptr && api->view_from_py_object != nullptr ? api : nullptr;
+}
+
+// Looked up once per type. Types stay referenced, so that no address is ever reused by another one;
+// the GIL guards the cache.
+const dlpack::ExchangeApi* exchange_api(PyTypeObject* type) {
+  static PyTypeObject* last_type = nullptr;
+  static const dlpack::ExchangeApi* last_api = nullptr;
+  if (type == last_type) return last_api;
+  static std::unordered_map<PyTypeObject*, const dlpack::ExchangeApi*> cache;
+  auto found = cache.find(type);
+  if (found == cache.end()) {
+    found = cache.emplace(type, find_exchange_api(type)).first;
+    Py_INCREF(type);
+  }
+  last_type = type;
+  last_api = found->second;
+  return last_api;
+}
+
+std::string found_type(nb::handle object) {
+  return nb::cast<std::string>(nb::str(nb::type_name(object.type())));
+}
+
+bool requires_grad(nb::handle object) {
+  static PyObject* const name = PyUnicode_InternFromString("requires_grad");
+  PyObject* flag = PyObject_GetAttr(object.ptr(), name);
+  if (flag == nullptr) {
+    PyErr_Clear();
+    return false;
+  }
+  const bool required = flag == Py_True;
+  Py_DECREF(flag);
+  return required;
+}
+
+// A kernel would cut the autograd graph without a word.
+void check_no_gradient_lost(const char* op, const char* name) {
+  nb::object torch = nb::module_::import_("torch");
+  ASTRAI_CHECK_ARG(!nb::cast<bool>(torch.attr("is_grad_enabled")()), op, ": ", name,
+                   " requires grad while gradients are enabled; expected torch.no_grad() or a "
+                   "detached tensor (kernels have no backward pass)");
+}
+
+DType to_dtype(const char* op, const char* name, uint8_t code, uint8_t bits, uint16_t lanes) {
+  if (lanes == 1) {
+    switch (code << 8 | bits) {
+      case dlpack::kFloat << 8 | 32:
+        return DType::kFloat32;
+      case dlpack::kFloat << 8 | 16:
+        return DType::kFloat16;
+      case dlpack::kBfloat << 8 | 16:
+        return DType::kBFloat16;
+      case dlpack::kInt << 8 | 32:
+        return DType::kInt32;
+      case dlpack::kInt << 8 | 64:
+        return DType::kInt64;
+      case dlpack::kUInt << 8 | 8:
+        return DType::kUInt8;
+      case dlpack::kBool << 8 | 8:
+        return DType::kBool;
+      default:
+        break;
+    }
+  }
+  const char* kind = code == dlpack::kFloat     ? "float"
+                     : code == dlpack::kInt     ? "int"
+                     : code == dlpack::kUInt    ? "uint"
+                     : code == dlpack::kComplex ? "complex"
+                                                : nullptr;
+  const std::string found =
+      kind != nullptr ? concat(kind, static_cast<int>(bits), lanes == 1 ? "" : concat("x", lanes))
+                      : concat("with DLPack code ", static_cast<int>(code), ", ",
+                               static_cast<int>(bits), " bits");
+  throw std::invalid_argument(
+      concat(op, ": ", name, " has dtype ", found,
+             "; expected one of float32, float16, bfloat16, int32, int64, uint8, bool"));
+}
+
+Device to_device(const char* op, const char* name, int32_t type, int32_t index) {
+  switch (type) {
+    case dlpack::kCpu:
+    case dlpack::kCudaHost:
+      return {DeviceType::kCpu, 0};
+    case dlpack::kCuda:
+    case dlpack::kCudaManaged:
+      return {DeviceType::kCuda, index};
+    default:
+      throw std::invalid_argument(concat(op, ": ", name, " is on a device of DLPack type ", type,
+                                         "; expected the CPU or a CUDA device"));
+  }
+}
+
+TensorView to_view(const char* op, const char* name, const dlpack::Tensor& tensor) {
+  ASTRAI_CHECK_ARG(tensor.ndim <= TensorView::kMaxDims, op, ": ", name, " has ", tensor.ndim,
+                   " dimensions; expected at most ", TensorView::kMaxDims);
+  TensorView view;
+  view.dtype = to_dtype(op, name, tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes);
+  view.device = to_device(op, name, tensor.device.type, tensor.device.id);
+  view.ndim = tensor.ndim;
+  int64_t contiguous_stride = 1;
+  for (int i = tensor.ndim - 1; i >= 0; --i) {
+    view.shape[i] = tensor.shape[i];
+    view.strides[i] = tensor.strides != nullptr ? tensor.strides[i] : contiguous_stride;
+    contiguous_stride *= tensor.shape[i];
+  }
+  ASTRAI_CHECK_ARG(tensor.data != nullptr || view.numel() == 0, op, ": ", name,
+                   " has no memory behind it; expected a tensor with storage");
+  if (tensor.data != nullptr) view.data = static_cast<char*>(tensor.data) + tensor.byte_offset;
+  return view;
+}
+
+BorrowedTensor borrow_through_table(const char* op, const char* name, nb::handle object,
+                                    const dlpack::ExchangeApi& api) {
+  if (requires_grad(object)) check_no_gradient_lost(op, name);
+  dlpack::Tensor tensor;
+  if (api.view_from_py_object(object.ptr(), &tensor) != 0) {
+    const nb::python_error cause;
+    throw std::invalid_argument(concat(op, ": ", name, " cannot be read through DLPack (",
+                                       nb::str(cause.value()).c_str(),
+                                       "); expected a dense CPU or CUDA tensor"));
+  }
+  return BorrowedTensor(to_view(op, name, tensor));
+}
+
+BorrowedTensor borrow_through_python(const char* op, const char* name, nb::handle object,
+                                     Access access) {
+  nb::object source = nb::borrow(object);
+  if (requires_grad(object)) {
+    check_no_gradient_lost(op, name);
+    source = object.attr("detach")();  // older torch exports no tensor that requires grad
+  }
+  nb::ndarray<nb::ro> array;
+  if (!nb::try_cast(source, array, /*convert=*/false)) {
+    if (nb::hasattr(object, "__dlpack__")) {
+      throw std::invalid_argument(
+          concat(op, ": ", name, " is a ", found_type(object),
+                 " that cannot be read through DLPack; expected a dense tensor with native byte "
+                 "order and strides that are whole elements"));
+    }
+    throw nb::type_error(concat(op, ": ", name, " is a ", found_type(object),
+                                "; expected a tensor that speaks DLPack (torch, numpy)")
+                             .c_str());
+  }
+  if (access == Access::kWrite) {
+    nb::ndarray<> writable;
+    ASTRAI_CHECK_ARG(nb::try_cast(source, writable, /*convert=*/false), op, ": ", name,
+                     " is read-only; expected writable memory");
+  }
+  int64_t shape[TensorView::kMaxDims];
+  int64_t strides[TensorView::kMaxDims];
+  const int32_t ndim = static_cast<int32_t>(array.ndim());
+  for (int32_t i = 0; i < ndim && i < TensorView::kMaxDims; ++i) {
+    shape[i] = static_cast<int64_t>(array.shape(i));
+    strides[i] = array.stride(i);
+  }
+  const nb::dlpack::dtype dtype = array.dtype();
+  const dlpack::Tensor tensor{.data = const_cast<void*>(array.data()),
+                              .device = {array.device_type(), array.device_id()},
+                              .ndim = ndim,
+                              .dtype = {dtype.code, dtype.bits, dtype.lanes},
+                              .shape = shape,
+                              .strides = strides,
+                              .byte_offset = 0};
+  return BorrowedTensor(to_view(op, name, tensor), std::move(array));
+}
+
+}  // namespace
+
+BorrowedTensor borrow(const char* op, const char* name, const TensorArg& arg, Access access) {
+  const nb::handle object = arg.object();
+  if (const dlpack::ExchangeApi* api = exchange_api(Py_TYPE(object.ptr()))) {
+    return borrow_through_table(op, name, object, *api);
+  }
+  return borrow_through_python(op, name, object, access);
+}
+
+}  // namespace astrai::bindings
