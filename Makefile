@@ -84,6 +84,7 @@ format: $(STAMPS)/test-tools ## rewrite C++ and Python files in the project's fo
 
 .PHONY: sanitize
 sanitize: $(STAMPS)/build-tools ## build the C++ tests with ASan and UBSan and run them
+	scripts/need_googletest.sh
 	$(BIN)/cmake -S . -B $(SANITIZE) -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja \
 		-DCMAKE_BUILD_TYPE=RelWithDebInfo -DASTRAI_SANITIZE=ON -DASTRAI_BUILD_TESTS=ON \
 		-DASTRAI_BUILD_PYTHON=OFF -DASTRAI_CUDA=OFF
@@ -138,7 +139,8 @@ $(STAMPS)/test-tools: pyproject.toml constraints.txt scripts/requirements.py $(S
 	@touch $@
 
 # Adds the tests to the tree that pip configured, so kernels are compiled once for both.
-$(STAMPS)/cpp-tests: $(STAMPS)/install $(TEST_CPP_FILES)
+$(STAMPS)/cpp-tests: $(STAMPS)/install $(TEST_CPP_FILES) tests/cpp/CMakeLists.txt
+	scripts/need_googletest.sh
 	$(BIN)/cmake -S . -B $(RELEASE) -DASTRAI_BUILD_TESTS=ON
 	$(BIN)/cmake --build $(RELEASE)
 	@touch $@

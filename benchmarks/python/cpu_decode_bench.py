@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from harness import Report, interleave, parse_arguments, ratios, seconds, use_threads
+from harness import seconds
 
 PROMPT_TOKENS, NEW_TOKENS = 128, 64
 

@@ -43,9 +43,7 @@ def use_threads(count: int) -> None:
         os.environ[name] = str(count)
 
 
-def interleave(
-    runs: dict[str, Callable[[], float]], rounds: int
-) -> dict[str, list[float]]:
+def interleave(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """Calls every run once a round, the order reversed every second round, and collects what each
     returns, so that slow drifts of a shared machine meet all of them alike."""
     samples: dict[str, list[float]] = {name: [] for name in runs}
@@ -167,4 +165,3 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-

@@ -16,9 +16,7 @@ WITHOUT_TORCH = "import sys, astrai; assert 'torch' not in sys.modules"
 
 def _process(*words: str) -> float:
     command = [sys.executable, *words]
-    return seconds(
-        lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    )
+    return seconds(lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL))
 
 
 def main() -> None:

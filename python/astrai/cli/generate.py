@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Iterable
@@ -12,13 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from astrai.cli.console import note, progress_bar, write_text
+from astrai.cli.errors import check_finish
 from astrai.cli.model import open_model
 from astrai.cli.options import ModelOptions, SamplingOptions, expand_options
 from astrai.cli.prompts import collect_prompts
 from astrai.cli.rates import StreamTimer, rate_line
 
 if TYPE_CHECKING:
-    from astrai.engine import LLM, RequestOutput
+    from astrai.engine import LLM, CompletionOutput, RequestOutput
     from astrai.sampling import SamplingParams
 
 EXAMPLES = """Examples:
@@ -93,6 +95,7 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, quiet: bool) -> None:
     for event in llm.stream(prompt, params):
         timer.add(len(event.token_ids))
         write_text(event.text)
+        check_finish(event.finish_reason)
     write_text("\n")
     note(timer.line(), quiet=quiet)
 
@@ -106,8 +109,11 @@ def _batch(
     seconds = time.perf_counter() - started
     for line in _json_lines(results) if as_json else _text_lines(results):
         sys.stdout.write(line + "\n")
-    num_tokens = sum(len(output.token_ids) for result in results for output in result.outputs)
+    outputs = [output for result in results for output in result.outputs]
+    num_tokens = sum(len(output.token_ids) for output in outputs)
     note(rate_line(num_tokens, seconds, len(prompts)), quiet=quiet)
+    for output in outputs:
+        check_finish(output.finish_reason)
 
 
 def _json_lines(results: Iterable[RequestOutput]) -> Iterable[str]:
@@ -122,7 +128,7 @@ def _json_lines(results: Iterable[RequestOutput]) -> Iterable[str]:
         )
 
 
-def _output_fields(output: Any) -> dict[str, Any]:
+def _output_fields(output: CompletionOutput) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "index": output.index,
         "text": output.text,
@@ -130,8 +136,10 @@ def _output_fields(output: Any) -> dict[str, Any]:
         "finish_reason": output.finish_reason,
     }
     if output.logprobs is not None:
+        # JSON has no infinity: the probability of a token that cannot be chosen is null.
         entry["logprobs"] = [
-            {str(token): value for token, value in step.items()} for step in output.logprobs
+            {str(token): value if math.isfinite(value) else None for token, value in step.items()}
+            for step in output.logprobs
         ]
     return entry
 
