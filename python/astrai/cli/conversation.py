@@ -12,7 +12,6 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from astrai.cli.console import note, write_text
-from astrai.cli.errors import check_finish
 from astrai.cli.rates import StreamTimer
 
 if TYPE_CHECKING:
@@ -67,7 +66,6 @@ class Conversation:
                 timer.add(len(event.token_ids))
                 pieces.append(event.text)
                 write_text(event.text)
-                check_finish(event.finish_reason)
                 if stopped.is_set():
                     events.close()  # frees the request's pages
                     break

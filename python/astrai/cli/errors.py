@@ -32,12 +32,6 @@ class BadInputError(ValueError):
     """Input that the command line itself refuses; the message is for the person who typed it."""
 
 
-def check_finish(finish_reason: str | None) -> None:
-    """Raises RuntimeError for an answer that the engine had to break off."""
-    if finish_reason == "error":
-        raise RuntimeError("generation broke off: the model gave no usable logits")
-
-
 def debug_enabled() -> bool:
     """True when ASTRAI_DEBUG asks for tracebacks (any value but empty and 0)."""
     return os.environ.get("ASTRAI_DEBUG", "0") not in ("", "0")

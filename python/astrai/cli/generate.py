@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from astrai.cli.console import note, progress_bar, write_text
-from astrai.cli.errors import check_finish
 from astrai.cli.model import open_model
 from astrai.cli.options import ModelOptions, SamplingOptions, expand_options
 from astrai.cli.prompts import collect_prompts
@@ -95,7 +94,6 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, quiet: bool) -> None:
     for event in llm.stream(prompt, params):
         timer.add(len(event.token_ids))
         write_text(event.text)
-        check_finish(event.finish_reason)
     write_text("\n")
     note(timer.line(), quiet=quiet)
 
@@ -109,11 +107,8 @@ def _batch(
     seconds = time.perf_counter() - started
     for line in _json_lines(results) if as_json else _text_lines(results):
         sys.stdout.write(line + "\n")
-    outputs = [output for result in results for output in result.outputs]
-    num_tokens = sum(len(output.token_ids) for output in outputs)
+    num_tokens = sum(result.metrics.output_tokens for result in results)
     note(rate_line(num_tokens, seconds, len(prompts)), quiet=quiet)
-    for output in outputs:
-        check_finish(output.finish_reason)
 
 
 def _json_lines(results: Iterable[RequestOutput]) -> Iterable[str]:
