@@ -116,5 +116,7 @@ def _invert_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """
     running = weights.cumsum(dim=1)
     total = running[:, -1:]
-    target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    target = torch.minimum(
+        uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total))
+    )
     return torch.searchsorted(running, target, right=True)[:, 0]

@@ -161,7 +161,9 @@ class SamplingParams:
                     f"SamplingParams: stop_token_ids has {token_id!r}; expected integers"
                 )
             if token_id < 0:
-                raise ValueError(f"SamplingParams: stop_token_ids has {token_id}; expected ids >= 0")
+                raise ValueError(
+                    f"SamplingParams: stop_token_ids has {token_id}; expected ids >= 0"
+                )
         self._set("stop", stops)
         self._set("stop_token_ids", ids)
 
@@ -191,7 +193,7 @@ class SamplingParams:
         self._set("logit_bias", bias or None)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Check every token id against a vocabulary of `vocab_size` ids; ValueError names the id."""
+        """Raise ValueError naming the first id outside a vocabulary of `vocab_size` ids."""
         for name, ids in (
             ("logit_bias", self.logit_bias or ()),
             ("stop_token_ids", self.stop_token_ids),

@@ -99,9 +99,8 @@ class RepetitionPenaltyStrategy(_PenaltyStrategy):
     field = "repetition_penalty"
 
     def _changed(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        changed = torch.where(values > 0, values / self._penalty, values * self._penalty)
         # A row that shares the table without asking for this penalty has factor 1: unchanged.
-        return changed
+        return torch.where(values > 0, values / self._penalty, values * self._penalty)
 
 
 class FrequencyPenaltyStrategy(_PenaltyStrategy):

@@ -72,7 +72,9 @@ class MinTokensStrategy:
     def apply(self, logits: torch.Tensor) -> None:
         """Change `logits` [batch, V] fp32 in place."""
         still = [
-            entry for entry in self._waiting if len(entry[1].output_ids) < entry[1].params.min_tokens
+            entry
+            for entry in self._waiting
+            if len(entry[1].output_ids) < entry[1].params.min_tokens
         ]
         if len(still) != len(self._waiting):
             self._waiting = still
@@ -104,9 +106,7 @@ class TemperatureStrategy:
 class TopKStrategy:
     """Keep each row's k likeliest tokens; of equal ones at the edge the lowest ids."""
 
-    def __init__(
-        self, rows: Sequence[SamplingRow], vocab_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> None:
         limits = [
             row.params.top_k if 0 < row.params.top_k < vocab_size else vocab_size for row in rows
         ]

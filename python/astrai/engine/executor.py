@@ -1,0 +1,65 @@
+"""Runs the model over a scheduled batch."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+
+from astrai.attention import attn_backend
+
+if TYPE_CHECKING:
+    from astrai.attention import ATTN_BACKEND
+    from astrai.engine.scheduler import ScheduledBatch
+    from astrai.kv_cache import KVCache
+    from astrai.models.base import CausalLM
+
+
+class Executor:
+    """Binds a batch to the cache, runs the model and returns logits of the rows that need them.
+
+    Keys and values of every row are written to the cache; counting them is the scheduler's part
+    (`Scheduler.commit`), so a pass that fails can simply be run again.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        kv: KVCache,
+        device: torch.device,
+        backend: ATTN_BACKEND | str | None = None,
+    ) -> None:
+        """`backend` is an explicit choice of attention backend; None chooses automatically."""
+        self._model = model
+        self._kv = kv
+        self._device = device
+        self._backend = backend
+
+    def execute_prefill(self, batch: ScheduledBatch) -> torch.Tensor | None:
+        """Compute chunks of prompts.
+
+        Returns float32 logits [rows that reach their last known token, vocabulary rows] in the
+        order of batch.sampled; None if every chunk ends inside its prompt.
+        """
+        with torch.inference_mode(), self._chosen_backend():
+            hidden = self._forward(batch)
+            if not batch.sampled:
+                return None
+            ends = torch.tensor(batch.q_lens).cumsum(0) - 1
+            last = ends[batch.sampled].to(self._device)
+            return self._model.compute_logits(hidden[last])
+
+    def execute_decode(self, batch: ScheduledBatch) -> torch.Tensor:
+        """Compute one new token of every row: float32 logits [rows, vocabulary rows]."""
+        with torch.inference_mode(), self._chosen_backend():
+            return self._model.compute_logits(self._forward(batch))
+
+    def _forward(self, batch: ScheduledBatch) -> torch.Tensor:
+        self._kv.bind(batch.task_ids, batch.q_lens)
+        input_ids = torch.tensor(batch.input_ids, dtype=torch.int64, device=self._device)
+        hidden: torch.Tensor = self._model(input_ids, self._kv.step.positions, self._kv)
+        return hidden
+
+    def _chosen_backend(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._backend is None else attn_backend(self._backend)

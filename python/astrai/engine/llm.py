@@ -1,0 +1,380 @@
+"""LLM: a model that answers, in one object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from astrai.attention import ATTN_BACKEND, attn_backend as choose_backend, select_backend
+from astrai.config import EngineConfig, ModelConfig
+from astrai.engine.core import EngineCore, EngineStats
+from astrai.engine.executor import Executor
+from astrai.engine.interrupt import deferred_interrupt
+from astrai.engine.outputs import RequestOutput, StreamEvent
+from astrai.engine.prompts import (
+    Message,
+    PreparedPrompt,
+    Prompt,
+    PromptLimits,
+    PromptReader,
+    is_conversation,
+    params_for_each,
+    split_prompts,
+)
+from astrai.engine.request import Request
+from astrai.engine.scheduler import Scheduler
+from astrai.engine.sizing import default_num_pages, free_memory
+from astrai.kv_cache import KVCache
+from astrai.loading import LoadedModel, load_model
+from astrai.sampling.params import SamplingParams
+from astrai.sampling.random import derived_seed, fresh_seed
+from astrai.sampling.sampler import Sampler
+from astrai.tokenizer import Tokenizer
+
+Progress = Callable[[int, int], None]
+
+
+class LLM:
+    """Runs one model: `generate`, `chat` and `stream`.
+
+    model            an alias ("smollm2-135m"), a Hugging Face directory, a .gguf file, or a
+                     LoadedModel
+    device           "auto" takes a GPU that this build has kernels for, else the CPU
+    dtype            "auto" keeps the stored dtype (bfloat16 for quantised files); or "float32",
+                     "float16", "bfloat16"
+    max_batch        sequences that run together; more wait in line
+    max_context      tokens of prompt and output together; default the model's max_position
+    page_size        tokens in a page of the KV cache
+    num_pages        pages of the KV cache; default enough for max_batch sequences of max_context
+                     tokens, but at most a quarter of the memory that is free (85% on a GPU)
+    max_step_tokens  prompt tokens computed in one step, shared by the prompts being read
+    seed             makes requests without a seed of their own repeatable: the k-th such request
+                     gets a seed derived from this one and k; default fresh randomness
+    attn_backend     "torch_native", "cpu", "cuda", "flash" or an ATTN_BACKEND: exactly this one,
+                     or an error; default the best one that can serve
+    progress         called as progress(bytes_done, bytes_total) while weights are loaded
+
+    Raises FileNotFoundError, ValueError or TypeError for a model or value that cannot be used.
+
+    Use it as a context manager or call `close`. `generate`, `chat` and several `stream`s may be
+    interleaved in one thread: all requests share the batch.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LoadedModel,
+        *,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
+        max_batch: int = 64,
+        max_context: int | None = None,
+        page_size: int = 16,
+        num_pages: int | None = None,
+        max_step_tokens: int = 2048,
+        seed: int | None = None,
+        attn_backend: ATTN_BACKEND | str | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        engine = EngineConfig(max_batch, max_context, page_size, num_pages, max_step_tokens, seed)
+        loaded = _load(model, device, dtype, progress)
+        config = loaded.config
+        weight = loaded.model.embedding.weight
+        if attn_backend is not None:
+            with choose_backend(attn_backend):  # an explicit choice that cannot serve raises now
+                select_backend(weight.device, weight.dtype, config.head_dim)
+        context = _context(config, max_context)
+        if num_pages is None:
+            free_bytes, share = free_memory(weight.device)
+            num_pages = default_num_pages(
+                config,
+                max_batch=max_batch,
+                max_context=context,
+                page_size=page_size,
+                dtype=weight.dtype,
+                free_bytes=free_bytes,
+                share=share,
+            )
+        self._kv = KVCache(
+            config,
+            num_pages=num_pages,
+            page_size=page_size,
+            dtype=weight.dtype,
+            device=weight.device,
+            max_batch=max_batch,
+            max_context=context,
+            max_step_tokens=max(max_step_tokens, max_batch),
+        )
+        tokenizer = loaded.tokenizer
+        vocab_size = min(config.vocab_size, tokenizer.vocab_size)
+        self._core = EngineCore(
+            Scheduler(self._kv.pool, max_batch=max_batch, max_step_tokens=max_step_tokens),
+            Executor(loaded.model, self._kv, weight.device, attn_backend),
+            Sampler(vocab_size),
+            tokenizer,
+            tokenizer.special_ids,
+        )
+        self._reader = PromptReader(
+            tokenizer,
+            loaded.chat_template,
+            config.eos_token_ids,
+            PromptLimits(vocab_size, context, num_pages, page_size),
+        )
+        self._loaded = loaded
+        self._engine_config = engine
+        self._default_params = SamplingParams(**loaded.generation_defaults)
+        self._next_request_id = 0
+        self._num_unseeded = 0
+        self._is_closed = False
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._loaded.tokenizer
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's shape."""
+        return self._loaded.config
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and output together that one sequence may have."""
+        return _context(self.config, self._engine_config.max_context)
+
+    @property
+    def name(self) -> str:
+        """The alias, or the name of the directory or file that the model came from."""
+        return self._loaded.name
+
+    @property
+    def generation_defaults(self) -> dict[str, Any]:
+        """Sampling values that the model's files recommend, by field of SamplingParams.
+
+        They hold where sampling_params is None.
+        """
+        return dict(self._loaded.generation_defaults)
+
+    def stats(self) -> EngineStats:
+        """Counters of the engine now: sequences, pages, preemptions, steps."""
+        return self._core.stats()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: Progress | None = None,
+    ) -> list[RequestOutput]:
+        """Continue one or several prompts, together in a batch.
+
+        prompts          a text, a list of token ids, or a list of these
+        sampling_params  for all prompts, or one for each; None takes the model's recommendations
+        progress         called as progress(samples_done, samples_total) as samples end
+        Returns          one RequestOutput for each prompt, in order
+        Raises           ValueError, TypeError: a prompt or parameter cannot be used; nothing has
+                         been queued then. RuntimeError: the model gave no usable logits.
+
+        Whatever exception leaves it, a KeyboardInterrupt included, its requests are aborted and
+        their pages returned.
+        """
+        self._check_open("generate")
+        texts = split_prompts(prompts)
+        params = params_for_each("generate", sampling_params, len(texts), self._default_params)
+        prepared = [
+            self._reader.read(f"generate: prompt {i}", text, p)
+            for i, (text, p) in enumerate(zip(texts, params, strict=True))
+        ]
+        return self._run("generate", prepared, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: Progress | None = None,
+        template_values: dict[str, Any] | None = None,
+    ) -> RequestOutput | list[RequestOutput]:
+        """Answer a conversation, or several in a batch.
+
+        messages         [{"role": "user", "content": "..."}, ...], or a list of such lists
+        template_values  more variables for the chat template
+        Returns          a RequestOutput for one conversation, a list for several
+        Raises           as generate; ValueError also for a model without a chat template or a
+                         conversation that the template refuses
+        """
+        self._check_open("chat")
+        conversations = [messages] if is_conversation(messages) or not messages else messages
+        params = params_for_each("chat", sampling_params, len(conversations), self._default_params)
+        prepared = [
+            self._reader.read_chat(f"chat: conversation {i}", talk, p, template_values or {})  # type: ignore[arg-type]
+            for i, (talk, p) in enumerate(zip(conversations, params, strict=True))
+        ]
+        outputs = self._run("chat", prepared, progress)
+        return outputs[0] if is_conversation(messages) else outputs
+
+    def stream(
+        self,
+        prompt: Prompt | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        template_values: dict[str, Any] | None = None,
+    ) -> Generator[StreamEvent, None, None]:
+        """Continue one prompt or answer one conversation, token by token.
+
+        prompt   a text, a list of token ids, or a list of messages
+        Returns  a generator of StreamEvent: one for each token, `index` tells samples apart. The
+                 texts of one index joined are the text that `generate` gives.
+        Raises   as generate, at the call and not at the first event
+
+        Closing the generator early, or leaving it to an exception, aborts the request.
+        """
+        self._check_open("stream")
+        params = params_for_each("stream", sampling_params, 1, self._default_params)[0]
+        if is_conversation(prompt):
+            prepared = self._reader.read_chat(
+                "stream: conversation",
+                prompt,  # type: ignore[arg-type]  # is_conversation has looked
+                params,
+                template_values or {},
+            )
+        else:
+            texts = split_prompts(prompt)  # type: ignore[arg-type]
+            if len(texts) != 1:
+                raise ValueError(f"stream: {len(texts)} prompts; expected one")
+            prepared = self._reader.read("stream: prompt", texts[0], params)
+        return self._events(prepared)
+
+    def close(self) -> None:
+        """Abort what is unfinished and refuse further work. May be called twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._core.abort_all()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check_open(self, op: str) -> None:
+        if self._is_closed:
+            raise RuntimeError(f"{op}: this LLM was closed; expected an open one")
+
+    def _submit(self, prepared: PreparedPrompt, streaming: bool = False) -> Request:
+        params = prepared.params
+        request = Request(
+            self._next_request_id,
+            prepared.text,
+            prepared.token_ids,
+            params,
+            seed=self._draw_seed() if params.seed is None else params.seed,
+            max_new_tokens=prepared.max_new_tokens,
+            stop_ids=prepared.stop_ids,
+            streaming=streaming,
+        )
+        self._next_request_id += 1
+        self._core.submit(request)
+        return request
+
+    def _draw_seed(self) -> int:
+        if self._engine_config.seed is None:
+            return fresh_seed()
+        self._num_unseeded += 1
+        return derived_seed(self._engine_config.seed, self._num_unseeded - 1)
+
+    def _run(
+        self, op: str, prepared: Sequence[PreparedPrompt], progress: Progress | None
+    ) -> list[RequestOutput]:
+        requests: list[Request] = []
+        total = sum(item.params.n for item in prepared)
+        done = -1
+        try:
+            for item in prepared:
+                requests.append(self._submit(item))
+            while True:
+                if progress is not None:
+                    finished = sum(request.num_finished for request in requests)
+                    if finished != done:
+                        done = finished
+                        progress(done, total)
+                if all(request.is_finished for request in requests):
+                    break
+                self._step(op)
+        except BaseException:
+            for request in requests:
+                self._core.abort(request.request_id)
+            raise
+        _check_errors(op, requests)
+        return [request.output() for request in requests]
+
+    def _events(self, prepared: PreparedPrompt) -> Generator[StreamEvent, None, None]:
+        self._check_open("stream")
+        request = self._submit(prepared, streaming=True)
+        events = request.events
+        assert events is not None  # streaming requests have a queue
+        try:
+            while True:
+                while events:
+                    yield events.popleft()
+                if request.is_finished:
+                    break
+                self._step("stream")
+        finally:
+            self._core.abort(request.request_id)
+        _check_errors("stream", [request])
+
+    def _step(self, op: str) -> None:
+        self._check_open(op)
+        with deferred_interrupt():
+            self._core.step()
+
+
+def _load(
+    model: str | Path | LoadedModel,
+    device: str | torch.device,
+    dtype: str | torch.dtype,
+    progress: Progress | None,
+) -> LoadedModel:
+    if not isinstance(model, LoadedModel):
+        return load_model(model, dtype=dtype, device=device, progress=progress)
+    weight = model.model.embedding.weight
+    if device != "auto" and torch.device(device).type != weight.device.type:
+        raise ValueError(
+            f"LLM: device {device!r}, the loaded model is on {weight.device}; expected 'auto'"
+        )
+    if dtype != "auto" and str(dtype).removeprefix("torch.") != str(weight.dtype).removeprefix(
+        "torch."
+    ):
+        raise ValueError(
+            f"LLM: dtype {dtype!r}, the loaded model is {weight.dtype}; expected 'auto'"
+        )
+    return model
+
+
+def _context(config: ModelConfig, max_context: int | None) -> int:
+    if max_context is None:
+        return config.max_position
+    if max_context > config.max_position:
+        raise ValueError(
+            f"LLM: max_context {max_context}; expected at most the model's {config.max_position}"
+        )
+    return max_context
+
+
+def _check_errors(op: str, requests: Sequence[Request]) -> None:
+    for place, request in enumerate(requests):
+        for sequence in request.sequences:
+            if sequence.finish_reason == "error":
+                raise RuntimeError(
+                    f"{op}: prompt {place}: the model's logits are not finite after "
+                    f"{sequence.num_tokens} tokens; expected at least one finite logit"
+                )

@@ -1,0 +1,87 @@
+"""What the engine hands back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+# stop: a stop string, stop id or end-of-sequence id was reached. length: max_tokens or the end of
+# the context. abort: the request was aborted. error: the model gave no usable logits.
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One generated sample.
+
+    index          place among the request's n samples
+    text           what was generated, without the stop string or token unless asked for
+    token_ids      every generated id, that of the stop token included
+    finish_reason  why it ended
+    stop_reason    the stop string or id that ended it; None for another finish reason
+    logprobs       one {id: natural log probability} for each token, the chosen id first, then the
+                   likeliest; None unless SamplingParams.logprobs asked for them
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    logprobs: list[dict[int, float]] | None = None
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """Counts and times of one request.
+
+    prompt_tokens          tokens of the prompt, counted once however many samples were asked for
+    output_tokens          generated tokens of all samples
+    time_to_first_token_s  seconds from submission to the first token; None if there was none
+    decode_tokens_per_s    tokens after each sample's first, by the seconds from the first token of
+                           the request to its last; None when there were no such tokens
+    preemptions            how often a sample lost its pages and was computed again
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    time_to_first_token_s: float | None
+    decode_tokens_per_s: float | None
+    preemptions: int
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """The finished answer to one prompt.
+
+    prompt            the text that was given or rendered; None when token ids were given
+    prompt_token_ids  what the model saw
+    outputs           n samples, in order of index
+    """
+
+    request_id: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    metrics: RequestMetrics
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """One step of one sample while it is generated.
+
+    text           new text; may be empty while a character or a possible stop string is incomplete
+    token_ids      the new token (none in the one event of a request that generates nothing, or
+                   when a sample ends without a token)
+    index          which of the n samples
+    finish_reason  None until the sample's last event
+    stop_reason    as in CompletionOutput
+    logprobs       as in CompletionOutput, for the new token
+    """
+
+    text: str
+    token_ids: list[int]
+    index: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[dict[int, float]] | None = None

@@ -1,0 +1,249 @@
+"""A submitted prompt and the samples that are generated from it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Collection
+from enum import Enum
+
+from astrai.engine.detokenizer import PieceSource
+from astrai.engine.outputs import (
+    CompletionOutput,
+    FinishReason,
+    RequestMetrics,
+    RequestOutput,
+    StreamEvent,
+)
+from astrai.engine.text import OutputText
+from astrai.sampling.batch_info import SamplingRow
+from astrai.sampling.params import SamplingParams
+from astrai.sampling.random import stream_key
+
+
+class SequenceState(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"  # holds no pages
+    PREFILLING = "prefilling"  # holds pages for all its tokens, some not yet computed
+    DECODING = "decoding"  # all but the newest token computed
+    FINISHED = "finished"  # holds no pages, will not run again
+
+
+class Sequence:
+    """One sample of a request.
+
+    task_id       its name in the page pool
+    num_computed  tokens whose keys and values are in the pool
+    """
+
+    __slots__ = (
+        "finish_reason",
+        "index",
+        "logprobs",
+        "num_computed",
+        "num_preemptions",
+        "order",
+        "output_ids",
+        "pieces",
+        "request",
+        "row",
+        "state",
+        "stop_reason",
+        "task_id",
+        "text",
+    )
+
+    def __init__(self, request: Request, index: int, task_id: int, text: OutputText) -> None:
+        self.request = request
+        self.index = index
+        self.task_id = task_id
+        # Samples are served in the order in which they arrived; this is never changed.
+        self.order = (request.request_id, index)
+        self.state = SequenceState.WAITING
+        self.num_computed = 0
+        self.num_preemptions = 0
+        self.output_ids: list[int] = []
+        self.logprobs: list[dict[int, float]] = []
+        self.text = text
+        self.pieces: list[str] = []
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.row = SamplingRow(
+            request.params,
+            request.prompt_ids,
+            self.output_ids,
+            stream_key(request.seed, index),
+            tuple(sorted(request.stop_ids)),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: the prompt and what has been generated."""
+        return len(self.request.prompt_ids) + len(self.output_ids)
+
+    def tokens_from(self, start: int, count: int) -> list[int]:
+        """Known tokens start .. start + count."""
+        prompt = self.request.prompt_ids
+        end = start + count
+        if end <= len(prompt):
+            return prompt[start:end]
+        first = max(start - len(prompt), 0)
+        return prompt[start:] + self.output_ids[first : end - len(prompt)]
+
+    def accept(self, token_id: int, logprobs: dict[int, float] | None, now: float) -> None:
+        """Append a sampled token, work out its text and whether the sample ends here."""
+        request, params = self.request, self.request.params
+        self.output_ids.append(token_id)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        num_outputs = len(self.output_ids)
+        if token_id in request.stop_ids:
+            piece = self.text.end_by_token(token_id)
+            self.finish_reason, self.stop_reason = "stop", token_id
+        else:
+            piece = self.text.add(token_id, num_outputs > params.min_tokens)
+            if self.text.matched_stop is not None:
+                self.finish_reason, self.stop_reason = "stop", self.text.matched_stop
+            elif num_outputs >= request.max_new_tokens:
+                piece += self.text.end()
+                self.finish_reason = "length"
+                if self.text.matched_stop is not None:
+                    self.finish_reason, self.stop_reason = "stop", self.text.matched_stop
+        if piece:
+            self.pieces.append(piece)
+        request.note_token(now)
+        request.emit(self, piece, [token_id], [logprobs] if logprobs is not None else None)
+
+    def end(self, reason: FinishReason) -> None:
+        """End without a token: aborted, failed, or asked for nothing."""
+        piece = self.text.end()
+        if piece:
+            self.pieces.append(piece)
+        self.finish_reason = reason
+        self.request.emit(self, piece, [], None)
+
+    def output(self) -> CompletionOutput:
+        """The finished sample."""
+        assert self.finish_reason is not None  # asked of finished sequences only
+        return CompletionOutput(
+            index=self.index,
+            text="".join(self.pieces),
+            token_ids=list(self.output_ids),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=list(self.logprobs) if self.row.params.logprobs is not None else None,
+        )
+
+
+class Request:
+    """A checked prompt with everything that decides its output.
+
+    prompt          text as given or rendered, None for token ids
+    seed            the seed in force, drawn by the engine when the caller gave none
+    max_new_tokens  tokens each sample may generate, cut to the room there is
+    stop_ids        ids that end a sample
+    events          what a stream reader has not taken yet; None when nobody streams
+    """
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt: str | None,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        max_new_tokens: int,
+        stop_ids: Collection[int],
+        streaming: bool = False,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_ids = prompt_ids
+        self.params = params
+        self.seed = seed
+        self.max_new_tokens = max_new_tokens
+        self.stop_ids = frozenset(stop_ids)
+        self.events: deque[StreamEvent] | None = deque() if streaming else None
+        self.sequences: list[Sequence] = []
+        self.arrival = time.perf_counter()
+        self._first_token: float | None = None
+        self._last_token: float | None = None
+
+    def make_sequences(
+        self, first_task_id: int, tokenizer: PieceSource, special_ids: Collection[int]
+    ) -> list[Sequence]:
+        """Create the n samples, with task ids from `first_task_id` on."""
+        self.sequences = [
+            Sequence(self, i, first_task_id + i, OutputText(tokenizer, special_ids, self.params))
+            for i in range(self.params.n)
+        ]
+        return self.sequences
+
+    @property
+    def is_finished(self) -> bool:
+        """True when every sample has ended."""
+        return all(sequence.finish_reason is not None for sequence in self.sequences)
+
+    @property
+    def num_finished(self) -> int:
+        """Samples that have ended."""
+        return sum(sequence.finish_reason is not None for sequence in self.sequences)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated by all samples so far."""
+        return sum(len(sequence.output_ids) for sequence in self.sequences)
+
+    def note_token(self, now: float) -> None:
+        """Remember when tokens came (seconds, perf_counter)."""
+        if self._first_token is None:
+            self._first_token = now
+        self._last_token = now
+
+    def emit(
+        self,
+        sequence: Sequence,
+        text: str,
+        token_ids: list[int],
+        logprobs: list[dict[int, float]] | None,
+    ) -> None:
+        """Queue an event if somebody streams this request."""
+        if self.events is not None:
+            self.events.append(
+                StreamEvent(
+                    text=text,
+                    token_ids=token_ids,
+                    index=sequence.index,
+                    finish_reason=sequence.finish_reason,
+                    stop_reason=sequence.stop_reason,
+                    logprobs=logprobs,
+                )
+            )
+
+    def metrics(self) -> RequestMetrics:
+        """Counts and times so far."""
+        to_first = rate = None
+        if self._first_token is not None and self._last_token is not None:
+            to_first = self._first_token - self.arrival
+            seconds = self._last_token - self._first_token
+            later = sum(max(len(s.output_ids) - 1, 0) for s in self.sequences)
+            rate = later / seconds if later and seconds > 0 else None
+        return RequestMetrics(
+            prompt_tokens=len(self.prompt_ids),
+            output_tokens=self.num_output_tokens,
+            time_to_first_token_s=to_first,
+            decode_tokens_per_s=rate,
+            preemptions=sum(s.num_preemptions for s in self.sequences),
+        )
+
+    def output(self) -> RequestOutput:
+        """The finished request."""
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=list(self.prompt_ids),
+            outputs=[sequence.output() for sequence in self.sequences],
+            metrics=self.metrics(),
+        )

@@ -1,0 +1,72 @@
+"""How many KV pages an engine gets when nobody says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from astrai.config import ModelConfig
+
+# Share of the memory that is free when the engine starts. The rest is for everybody else.
+CPU_MEMORY_SHARE = 0.25
+GPU_MEMORY_SHARE = 0.85
+
+
+def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one page: keys and values of `page_size` tokens in all layers."""
+    heads = config.num_layers * config.num_kv_heads
+    return 2 * heads * config.head_dim * page_size * dtype.itemsize
+
+
+def default_num_pages(
+    config: ModelConfig,
+    *,
+    max_batch: int,
+    max_context: int,
+    page_size: int,
+    dtype: torch.dtype,
+    free_bytes: int,
+    share: float,
+) -> int:
+    """Enough pages for max_batch sequences of max_context tokens, within the memory budget.
+
+    The budget is `share` of `free_bytes`. Raises ValueError when not even one page fits.
+    """
+    wanted = max_batch * -(-max_context // page_size)
+    budget = int(free_bytes * share) // page_bytes(config, page_size, dtype)
+    if budget < 1:
+        raise ValueError(
+            f"LLM: {free_bytes} bytes of memory are free; expected at least "
+            f"{int(page_bytes(config, page_size, dtype) / share) + 1} for one page of "
+            f"{page_size} tokens"
+        )
+    return min(wanted, budget)
+
+
+def free_memory(device: torch.device) -> tuple[int, float]:
+    """Free bytes on a device and the share of them that pages may take.
+
+    On a CPU: what the system calls available, or what the container's limit leaves if that is less.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0], GPU_MEMORY_SHARE
+    available = [_meminfo_available()]
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            available.append(int(limit) - int((group / "memory.current").read_text()))
+    except OSError:
+        pass  # no container limit to respect
+    return max(min(available), 0), CPU_MEMORY_SHARE
+
+
+def _meminfo_available() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        # A system that does not say what is available: take half of what is installed.
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
