@@ -7,7 +7,7 @@ import random
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -74,7 +74,10 @@ def bench(
     the figures are only as quiet as the machine.
     """
     sizes = _parse_sizes(batch)
-    with open_model(model, max_batch=max(sizes), quiet=quiet) as llm:
+    # No more cache than the runs need: reserving it for the model's whole context can take long.
+    context = model.max_context or prompt_tokens + 1 + new_tokens
+    needed = replace(model, max_context=context)
+    with open_model(needed, max_batch=max(sizes), quiet=quiet) as llm:
         rows = []
         with progress_bar("Measuring", quiet=quiet) as progress:
             for index, size in enumerate(sizes):
