@@ -83,19 +83,22 @@ struct AttentionParams {
   int64_t mask_stride_q = 0;  // 0 for [B, Lk]
   int64_t mask_stride_kv = 0;
   int64_t mask_kv_len = 0;  // keys at or past this one are masked out
+  int64_t mask_q_len = 0;   // queries (of a request) at or past this one are; unused for [B, Lk]
 
   // ---- scores ----------------------------------------------------------------------------------
   float scale = 0.0f;            // multiplies q.k
   float softcap = 0.0f;          // 0 = none, else s -> softcap * tanh(s / softcap)
   const float* sinks = nullptr;  // [Hq] or null: a further logit in the denominator, with no value
 
-  // ---- split partials (decode)
-  // ------------------------------------------------------------------- Every slot that is read has
-  // been written, so they are never cleared.
-  int64_t num_splits = 0;   // parts that a request's keys are cut into; >= 1 in a kernel
-  float* o_part = nullptr;  // [B, Hq, num_splits, D], each part normalised by its own sum
-  float* ml_part =
-      nullptr;  // [B, Hq, num_splits, 2]: maximum logit (natural units), sum of exponentials
+  // ---- split partials (decode) -----------------------------------------------------------------
+  // A request's visible keys are cut into num_splits parts of equal length, at least
+  // min_split_keys each, so the last parts may be empty. Every slot of every part is written, so
+  // the buffers are never cleared.
+  int64_t num_splits = 0;      // >= 1 in a kernel
+  int64_t min_split_keys = 1;  // >= 1
+  float* o_part = nullptr;     // [B, Hq, num_splits, D], each part normalised by its own sum
+  float* ml_part = nullptr;  // [B, Hq, num_splits, 2]: maximum logit, sum of exp(logit - maximum);
+                             // (-inf, 0) for an empty part
 };
 
 static_assert(std::is_trivially_copyable_v<AttentionParams>);

@@ -271,11 +271,12 @@ inline VecF vzero() {
 }
 
 // exp(x), within 2 units in the last place; x below -87.3 (and -infinity) gives 0, x above 88.3 is
-// clamped. Range reduction by ln 2 in two parts (Cody and Waite 1980), then a degree-6 Taylor
+// clamped, NaN stays NaN. Range reduction by ln 2 in two parts (Cody and Waite 1980), then a degree-6 Taylor
 // polynomial on [-ln2/2, ln2/2].
 inline VecF vexp(VecF x) {
   const VecF floor = vset1(-87.3f);
-  const VecF clamped = vmin(vmax(x, floor), vset1(88.3f));
+  // The operand order matters: both return their second operand when x is NaN.
+  const VecF clamped = vmin(vset1(88.3f), vmax(floor, x));
   const VecF n = vround(clamped * vset1(1.44269504088896341f));
   VecF r = vfma(n, vset1(-0.693145751953125f), clamped);
   r = vfma(n, vset1(-1.42860682030941723e-6f), r);

@@ -1,0 +1,74 @@
+#include "kernels/attention/attn_launch.h"
+
+#include "common/check.h"
+#include "common/counters.h"
+#include "common/device.h"
+#include "kernels/attention/attn_check.h"
+#include "kernels/attention/attn_plan.h"
+#include "kernels/cpu/isa.h"
+
+namespace astrai::kernels {
+namespace {
+
+bool has_work(const AttentionParams& params) {
+  return params.num_requests > 0 && params.num_q_rows > 0;
+}
+
+void launch_decode(const char* op, const TensorView& q, AttentionParams params,
+                   const AttentionOptions& options) {
+  if (q.device.type != DeviceType::kCpu) throw_cuda_not_built(op);
+  if (!has_work(params)) return;
+  if (params.num_splits == 0) {
+    const int64_t capacity = options.o_part == nullptr ? kMaxSplits : options.o_part->shape[2];
+    params.num_splits = compute_num_splits_cpu(params.kv_len, capacity);
+    params.min_split_keys = kMinSplitKeys;
+  }
+  alloc_split_partials(params);
+  count(counters().launches);
+  cpu::cpu_kernels().attn_decode(params);
+}
+
+void launch_prefill(const char* op, const TensorView& q, const AttentionParams& params,
+                    const AttentionOptions& options) {
+  ASTRAI_CHECK_ARG(options.num_splits <= 1, op, ": num_splits is ", options.num_splits,
+                   "; expected 0 or 1, since prefill is split over queries only");
+  if (q.device.type != DeviceType::kCpu) throw_cuda_not_built(op);
+  if (!has_work(params)) return;
+  count(counters().launches);
+  cpu::cpu_kernels().attn_prefill(params);
+}
+
+}  // namespace
+
+void attn_decode(const TensorView& q, const TensorView& k, const TensorView& v,
+                 const TensorView& out, int64_t causal_offset, const AttentionOptions& options) {
+  constexpr const char* op = "attn_decode";
+  const AttentionParams params = attn_pack_dense_params(op, q, k, v, out, causal_offset, options);
+  ASTRAI_CHECK_ARG(params.q_len == 1, op, ": q has q_len ", params.q_len,
+                   "; expected 1, use attn_prefill for more");
+  launch_decode(op, q, params, options);
+}
+
+void attn_prefill(const TensorView& q, const TensorView& k, const TensorView& v,
+                  const TensorView& out, int64_t causal_offset, const AttentionOptions& options) {
+  constexpr const char* op = "attn_prefill";
+  launch_prefill(op, q, attn_pack_dense_params(op, q, k, v, out, causal_offset, options), options);
+}
+
+void attn_paged_decode(const TensorView& q, const PagedKv& kv, const TensorView& out,
+                       const AttentionOptions& options) {
+  constexpr const char* op = "attn_paged_decode";
+  const PagedCausal not_causal{.from_lengths = false};
+  launch_decode(op, q, attn_pack_paged_params(op, q, kv, nullptr, out, not_causal, options),
+                options);
+}
+
+void attn_paged_prefill(const TensorView& q, const PagedKv& kv, const TensorView& qo_indptr,
+                        const TensorView& out, const PagedCausal& causal,
+                        const AttentionOptions& options) {
+  constexpr const char* op = "attn_paged_prefill";
+  launch_prefill(op, q, attn_pack_paged_params(op, q, kv, &qo_indptr, out, causal, options),
+                 options);
+}
+
+}  // namespace astrai::kernels
