@@ -271,7 +271,7 @@ class Scheduler:
         return True
 
     def _reserve_one(self, sequence: Sequence) -> bool:
-        """A page for the next token, taken from the youngest; False if that is the sequence itself."""
+        """A page for the next token, from the youngest if need be; False if that is `sequence`."""
         while not self.pool.try_reserve(sequence.task_id, 1):
             victim = max((*self._prefilling, *self._decoding), key=_order)
             self._preempt(victim)

@@ -25,7 +25,7 @@ class RawLogprobs:
         self._logprobs = logits[self._rows].log_softmax(dim=1)
 
     def collect(self, tokens: Sequence[int]) -> dict[int, TokenLogprobs]:
-        """Row -> logprobs, given the tokens of the whole batch; rows with a token below 0 are left out."""
+        """Row -> logprobs, given the tokens of the whole batch; a token below 0 has none."""
         most = max(self._counts)
         values, ids = torch.topk(self._logprobs, most, dim=1)
         top_values, top_ids = values.tolist(), ids.tolist()

@@ -140,16 +140,17 @@ class SamplingParams:
                 f"expected at most max_tokens ({self.max_tokens})"
             )
 
+    @staticmethod
+    def _sequence(name: str, value: Iterable[Any], rule: str) -> tuple[Any, ...]:
+        try:
+            return tuple(value)
+        except TypeError:
+            raise TypeError(f"SamplingParams: {name} is {value!r}; expected {rule}") from None
+
     def _check_stops(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        try:
-            stops = tuple(stop)
-            ids = tuple(self.stop_token_ids)
-        except TypeError:
-            raise TypeError(
-                f"SamplingParams: stop is {self.stop!r}, stop_token_ids {self.stop_token_ids!r}; "
-                "expected strings and token ids"
-            ) from None
+        stops = self._sequence("stop", stop, "a string or strings")
+        ids = self._sequence("stop_token_ids", self.stop_token_ids, "token ids")
         for text in stops:
             if not isinstance(text, str):
                 raise TypeError(f"SamplingParams: stop has {text!r}; expected strings")

@@ -1,0 +1,119 @@
+"""SamplingParams refuses what it cannot use, by field and value."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from astrai.sampling import SamplingParams
+
+
+def test_defaults_are_plain_sampling():
+    params = SamplingParams()
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, 0, 0.0)
+    assert params.n == 1
+    assert params.max_tokens == 256
+    assert not params.is_greedy
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", 10**400),
+        ("top_p", -0.1),
+        ("top_p", 1.1),
+        ("top_p", math.nan),
+        ("top_k", -2),
+        ("min_p", -0.5),
+        ("min_p", 1.5),
+        ("frequency_penalty", 2.5),
+        ("frequency_penalty", math.nan),
+        ("presence_penalty", -2.5),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", -1.0),
+        ("repetition_penalty", math.inf),
+        ("seed", 2**63),
+        ("seed", -(2**63) - 1),
+        ("n", 0),
+        ("n", -1),
+        ("n", 1000),
+        ("max_tokens", -1),
+        ("min_tokens", -1),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("stop", ""),
+        ("stop", ("a", "")),
+        ("stop_token_ids", (-1,)),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {1: 101.0}),
+        ("logit_bias", {1: math.nan}),
+    ],
+)
+def test_value_out_of_range_is_named(field, value):
+    with pytest.raises(ValueError, match=rf"SamplingParams: {field}.*expected"):
+        SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("top_k", 1.5),
+        ("n", None),
+        ("seed", 1.0),
+        ("max_tokens", "many"),
+        ("stop", (1,)),
+        ("stop", 7),
+        ("stop_token_ids", ("a",)),
+        ("stop_token_ids", 3),
+        ("logit_bias", [1, 2]),
+        ("logit_bias", {"1": 1.0}),
+        ("logit_bias", {1: "x"}),
+        ("ignore_eos", 1),
+        ("skip_special_tokens", "yes"),
+    ],
+)
+def test_wrong_type_is_named(field, value):
+    with pytest.raises(TypeError, match=rf"SamplingParams: {field}.*expected"):
+        SamplingParams(**{field: value})
+
+
+def test_min_tokens_must_not_exceed_max_tokens():
+    with pytest.raises(ValueError, match=r"min_tokens is 5; expected at most max_tokens \(4\)"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+    assert SamplingParams(min_tokens=5, max_tokens=None).min_tokens == 5
+
+
+def test_stop_takes_one_string_or_several():
+    assert SamplingParams(stop="end").stop_strings == ("end",)
+    assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
+
+
+def test_edges_are_allowed():
+    SamplingParams(top_p=0, min_p=1, top_k=-1, seed=-(2**63), max_tokens=0, logprobs=0)
+    SamplingParams(seed=2**63 - 1, max_tokens=None, logprobs=20, temperature=0)
+    assert SamplingParams(temperature=9e-6).is_greedy
+    assert not SamplingParams(temperature=1e-5).is_greedy
+
+
+def test_ids_are_checked_against_the_vocabulary():
+    SamplingParams(logit_bias={9: 1.0}, stop_token_ids=(9,)).check_vocabulary(10)
+    with pytest.raises(ValueError, match=r"logit_bias has id 10; expected ids in \[0, 10\)"):
+        SamplingParams(logit_bias={10: 1.0}).check_vocabulary(10)
+    with pytest.raises(ValueError, match=r"stop_token_ids has id 10"):
+        SamplingParams(stop_token_ids=(10,)).check_vocabulary(10)
+
+
+def test_params_are_immutable_and_do_not_share_the_callers_dict():
+    bias = {1: 2.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[1] = 50.0
+    assert params.logit_bias == {1: 2.0}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.temperature = 0.5  # type: ignore[misc]
