@@ -1,8 +1,12 @@
 // The four attention entry points. The checks are the kernels'.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
+
+#include <vector>
 
 #include "bindings/module.h"
 #include "bindings/tensor_arg.h"
+#include "kernels/attention/attn_dispatch.h"
 #include "kernels/attention/attn_launch.h"
 
 namespace astrai::bindings {
@@ -126,6 +130,14 @@ void bound_attn_paged_prefill(TensorArg q_arg, TensorArg k_pages, TensorArg v_pa
 
 void bind_attention(nb::module_& module) {
   using nb::arg;
+  module.def(
+      "attn_head_dims",
+      [] {
+        std::vector<int64_t> head_dims;
+        kernels::for_each_head_dim([&](int64_t head_dim) { head_dims.push_back(head_dim); });
+        return head_dims;
+      },
+      "Head dims that the attention kernels are compiled for, in rising order.");
   module.def("attn_decode", &bound_attn_decode, arg("q"), arg("k"), arg("v"), arg("out"),
              arg("mask").none(), arg("causal_offset"), arg("window"), arg("softcap"),
              arg("sinks").none(), arg("scale").none(), arg("lse").none(), arg("o_part").none(),

@@ -1,0 +1,1 @@
+"""The compiled module and its stateless wrappers; see `loader` and `ops`."""
