@@ -46,9 +46,10 @@ class Executor:
             hidden = self._forward(batch)
             if not batch.sampled:
                 return None
-            ends = torch.tensor(batch.q_lens).cumsum(0) - 1
-            last = ends[batch.sampled].to(self._device)
-            return self._model.compute_logits(hidden[last])
+            last_rows = self._kv.step.last_rows
+            if len(batch.sampled) < len(batch.sequences):
+                last_rows = last_rows[batch.sampled]
+            return self._model.compute_logits(hidden[last_rows])
 
     def execute_decode(self, batch: ScheduledBatch) -> torch.Tensor:
         """Compute one new token of every row: float32 logits [rows, vocabulary rows]."""

@@ -125,7 +125,7 @@ class LLM:
         )
         self._loaded = loaded
         self._engine_config = engine
-        self._default_params = SamplingParams(**loaded.generation_defaults)
+        self._default_params = _default_params(loaded)
         self._next_request_id = 0
         self._num_unseeded = 0
         self._is_closed = False
@@ -207,7 +207,9 @@ class LLM:
                          conversation that the template refuses
         """
         self._check_open("chat")
-        conversations = [messages] if is_conversation(messages) or not messages else messages
+        if not messages:
+            raise ValueError("chat: messages is empty; expected at least one message")
+        conversations = [messages] if is_conversation(messages) else messages
         params = params_for_each("chat", sampling_params, len(conversations), self._default_params)
         prepared = [
             self._reader.read_chat(f"chat: conversation {i}", talk, p, template_values or {})  # type: ignore[arg-type]
@@ -358,6 +360,13 @@ def _load(
             f"LLM: dtype {dtype!r}, the loaded model is {weight.dtype}; expected 'auto'"
         )
     return model
+
+
+def _default_params(loaded: LoadedModel) -> SamplingParams:
+    try:
+        return SamplingParams(**loaded.generation_defaults)
+    except (TypeError, ValueError) as problem:
+        raise ValueError(f"LLM: the sampling defaults of {loaded.name}: {problem}") from None
 
 
 def _context(config: ModelConfig, max_context: int | None) -> int:

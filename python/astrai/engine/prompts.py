@@ -70,10 +70,10 @@ class PromptReader:
         template_values: Mapping[str, Any],
     ) -> PreparedPrompt:
         """Render a conversation with the model's chat template and check it."""
-        check_messages(where, messages)
-        text = self._chat_template.render(
-            [dict(message) for message in messages], add_generation_prompt=True, **template_values
-        )
+        if not isinstance(messages, (list, tuple)) or not is_conversation(messages):
+            raise TypeError(f"{where} is {messages!r}; expected a list of messages")
+        values = {"add_generation_prompt": True, **template_values}
+        text = self._chat_template.render(list(messages), **values)
         # The template writes the special tokens itself.
         token_ids = self._tokenizer.encode(text, add_special_tokens=False)
         return self._prepare(where, text, token_ids, params)
@@ -144,20 +144,6 @@ class PromptReader:
                 if len(spelled) == 1 and spelled[0] in self._tokenizer.special_ids:
                     ids.add(spelled[0])
         return frozenset(ids)
-
-
-def check_messages(where: str, messages: Sequence[Message]) -> None:
-    """Raise unless `messages` is a non-empty list of mappings with a role and content."""
-    if not messages:
-        raise ValueError(f"{where} is empty; expected at least one message")
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise TypeError(f"{where} message {i} is {message!r}; expected a mapping with a role")
-        if not isinstance(message.get("role"), str) or "content" not in message:
-            raise ValueError(
-                f"{where} message {i} has keys {sorted(map(str, message))}; "
-                "expected a text 'role' and 'content'"
-            )
 
 
 def is_conversation(value: object) -> bool:

@@ -189,6 +189,10 @@ class Scheduler:
             sequence.num_computed = min(sequence.num_computed, sequence.num_tokens - 1)
             if self.pool.length(sequence.task_id) > sequence.num_computed:
                 self.pool.truncate(sequence.task_id, sequence.num_computed)
+                # Truncating lets go of reserved pages too.
+                missing = sequence.num_tokens - sequence.num_computed
+                if not self.pool.try_reserve(sequence.task_id, missing):
+                    self._preempt(sequence)
 
     def place(self, sequence: Sequence) -> None:
         """Make sure that a sequence which just got a token decodes next."""
@@ -225,9 +229,10 @@ class Scheduler:
 
     def _waits_for_sibling(self, sequence: Sequence) -> bool:
         """True while another sample of the request is computing the prompt that they can share."""
-        return len(sequence.request.prompt_ids) > 1 and any(
-            other.state is SequenceState.PREFILLING for other in sequence.request.sequences
-        )
+        if len(sequence.request.prompt_ids) == 1:
+            return False
+        states = [other.state for other in sequence.request.sequences]
+        return SequenceState.PREFILLING in states and SequenceState.DECODING not in states
 
     def _start(self, sequence: Sequence) -> bool:
         """Move a waiting sequence to prefilling with pages for all its tokens, if they are free.

@@ -8,16 +8,11 @@ from pathlib import Path
 import torch
 
 from astrai.config import ModelConfig
+from astrai.kv_cache import KVCache
 
 # Share of the memory that is free when the engine starts. The rest is for everybody else.
 CPU_MEMORY_SHARE = 0.25
 GPU_MEMORY_SHARE = 0.85
-
-
-def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one page: keys and values of `page_size` tokens in all layers."""
-    heads = config.num_layers * config.num_kv_heads
-    return 2 * heads * config.head_dim * page_size * dtype.itemsize
 
 
 def default_num_pages(
@@ -35,11 +30,12 @@ def default_num_pages(
     The budget is `share` of `free_bytes`. Raises ValueError when not even one page fits.
     """
     wanted = max_batch * -(-max_context // page_size)
-    budget = int(free_bytes * share) // page_bytes(config, page_size, dtype)
+    page_bytes = KVCache.page_bytes(config, page_size, dtype)
+    budget = int(free_bytes * share) // page_bytes
     if budget < 1:
         raise ValueError(
             f"LLM: {free_bytes} bytes of memory are free; expected at least "
-            f"{int(page_bytes(config, page_size, dtype) / share) + 1} for one page of "
+            f"{int(page_bytes / share) + 1} for one page of "
             f"{page_size} tokens"
         )
     return min(wanted, budget)
