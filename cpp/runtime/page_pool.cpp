@@ -258,32 +258,40 @@ StepMetadata PagePool::bind_tasks(const InferenceWorkspace& workspace,
   return step;
 }
 
+// What can be refused by looking at the call alone.
+void PagePool::check_step_shape(const InferenceWorkspace& workspace, int64_t num_tasks,
+                                int64_t num_q_lens, int64_t pad_to) const {
+  const WorkspaceShape& shape = workspace.shape();
+  ASTRAI_CHECK_ARG(shape.page_size == page_size_, "bind_tasks: workspace has page_size ",
+                   shape.page_size, "; expected ", page_size_, ", that of the pool");
+  ASTRAI_CHECK_ARG(num_tasks == num_q_lens, "bind_tasks: q_lens has ", num_q_lens,
+                   " entries; expected ", num_tasks, ", one for each task");
+  ASTRAI_CHECK_ARG(pad_to == 0 || pad_to >= num_tasks, "bind_tasks: pad_to is ", pad_to,
+                   "; expected 0 or at least ", num_tasks, ", the number of tasks");
+  const int64_t num_rows = std::max(num_tasks, pad_to);
+  ASTRAI_CHECK_ARG(num_rows >= 1,
+                   "bind_tasks: task_ids is empty; expected at least one task, or pad_to");
+  ASTRAI_CHECK_ARG(num_rows <= shape.max_batch, "bind_tasks: the step has ", num_rows,
+                   " tasks with padding; expected at most ", shape.max_batch, " (max_batch)");
+  ASTRAI_CHECK_STATE(pending_copies_.empty(), "bind_tasks: ", pending_copies_.size(),
+                     " page copies are queued; expected take_page_copies() to have been called ",
+                     "and its copies to be done before the step");
+}
+
 StepMetadata PagePool::plan_step(const InferenceWorkspace& workspace,
                                  std::span<const int64_t> task_ids, std::span<const int64_t> q_lens,
                                  int64_t pad_to) {
   const WorkspaceShape& shape = workspace.shape();
   StepMetadata step;
   step.num_tasks = static_cast<int64_t>(task_ids.size());
-  ASTRAI_CHECK_ARG(shape.page_size == page_size_, "bind_tasks: workspace has page_size ",
-                   shape.page_size, "; expected ", page_size_, ", that of the pool");
-  ASTRAI_CHECK_ARG(task_ids.size() == q_lens.size(), "bind_tasks: q_lens has ", q_lens.size(),
-                   " entries; expected ", task_ids.size(), ", one for each task");
-  ASTRAI_CHECK_ARG(pad_to == 0 || pad_to >= step.num_tasks, "bind_tasks: pad_to is ", pad_to,
-                   "; expected 0 or at least ", step.num_tasks, ", the number of tasks");
+  check_step_shape(workspace, step.num_tasks, static_cast<int64_t>(q_lens.size()), pad_to);
   step.num_rows = std::max(step.num_tasks, pad_to);
-  ASTRAI_CHECK_ARG(step.num_rows >= 1,
-                   "bind_tasks: task_ids is empty; expected at least one task, or pad_to");
-  ASTRAI_CHECK_ARG(step.num_rows <= shape.max_batch, "bind_tasks: the step has ", step.num_rows,
-                   " tasks with padding; expected at most ", shape.max_batch, " (max_batch)");
-  ASTRAI_CHECK_STATE(pending_copies_.empty(), "bind_tasks: ", pending_copies_.size(),
-                     " page copies are queued; expected take_page_copies() to have been called ",
-                     "and its copies to be done before the step");
-
+  const int64_t padding = step.num_rows - step.num_tasks;
+  step.max_q_len = padding > 0 ? 1 : 0;
+  step.is_decode = true;
   reserve_counted(bound_tasks_, static_cast<size_t>(shape.max_batch));
   bound_tasks_.clear();
   ++bind_number_;
-  step.is_decode = true;
-  const int64_t padding = step.num_rows - step.num_tasks;
   for (size_t i = 0; i < task_ids.size(); ++i) {
     const int64_t q_len = q_lens[i];
     Task& task = find_task(task_ids[i], "bind_tasks");
@@ -309,12 +317,8 @@ StepMetadata PagePool::plan_step(const InferenceWorkspace& workspace,
     step.is_decode = step.is_decode && q_len == 1;
   }
   step.num_row_tokens = step.num_tokens + padding;
-  ASTRAI_CHECK_ARG(step.num_row_tokens <= shape.max_step_tokens, "bind_tasks: the step has ",
-                   step.num_row_tokens, " tokens with padding; expected at most ",
-                   shape.max_step_tokens, " (max_step_tokens)");
-  if (padding > 0) step.max_q_len = std::max<int64_t>(step.max_q_len, 1);
   const InferenceWorkspace::StepArrays& arrays = workspace.step_arrays();
-  // Holds whenever max_batch and max_context do; it is what keeps the writes inside the slab.
+  // Follows from max_batch and max_context; it is what keeps the writes inside the slab.
   ASTRAI_CHECK_STATE(step.num_pages_used <= arrays.kv_indices_capacity, "bind_tasks: the step has ",
                      step.num_pages_used, " page table entries; expected at most ",
                      arrays.kv_indices_capacity);

@@ -148,6 +148,8 @@ class PagePool {
   void let_go(int32_t page);
   void shrink_list(Task& task, int64_t num_pages);
 
+  void check_step_shape(const InferenceWorkspace& workspace, int64_t num_tasks, int64_t num_q_lens,
+                        int64_t pad_to) const;
   StepMetadata plan_step(const InferenceWorkspace& workspace, std::span<const int64_t> task_ids,
                          std::span<const int64_t> q_lens, int64_t pad_to);
   void check_writable(const Task& task, int64_t task_id, int64_t q_len) const;
