@@ -26,7 +26,7 @@ def dequantize_into(
 
     Raises ValueError if the sizes do not fit.
     """
-    rows, row_bytes = data.shape
+    rows = data.shape[0]
     if rows == 0 or out.numel() % rows != 0:
         raise ValueError(f"dequantize_into: {rows} rows for {out.numel()} values; expected a fit")
     columns = out.numel() // rows

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from astrai.config import ModelConfig
 from astrai.loading.checkpoint import EMBEDDING, HEAD, Checkpoint, StoredTensor
-from astrai.tokenizer.json_file import read_json_object
 from astrai.loading.hf_config import CONFIG_FILE, read_config
+from astrai.tokenizer.json_file import read_json_object
 
 if TYPE_CHECKING:
     import torch

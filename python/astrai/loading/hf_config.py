@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from astrai.config import ModelConfig
-from astrai.tokenizer.json_file import read_json_object
 from astrai.models.registry import resolve_hf
 from astrai.models.rope_scaling import check_rope_scaling, rope_type
+from astrai.tokenizer.json_file import read_json_object
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"

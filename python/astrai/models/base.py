@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from astrai.attention import ATTN_BACKEND, AttentionBackend, select_backend
+from astrai.attention.torch_native import TorchNativeBackend
 from astrai.config import ModelConfig
 from astrai.models.layers.embedding import Embedding, tie_head
 from astrai.models.layers.linear import BoundLinear, Linear
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from astrai.kv_cache import KVCache
 
 _INIT_STD = 0.02
+# The one backend whose dense attention has gradients.
+_TORCH_ATTENTION = TorchNativeBackend()
 
 # A layer as kernel calls: (buffers, step, output of the previous layer or None before the first).
 BoundLayer = Callable[[StepBuffers, Step, "torch.Tensor | None"], None]
@@ -55,9 +58,9 @@ class BoundModel:
 class DecoderLayer(nn.Module, ABC):
     """One block of a model."""
 
-    @abstractmethod
     def __init__(self, config: ModelConfig, layer_id: int) -> None:
         super().__init__()
+        self.layer_id = layer_id
 
     @abstractmethod
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
@@ -186,10 +189,10 @@ class CausalLM(nn.Module, ABC):
         self, input_ids: torch.Tensor, positions: torch.Tensor | None, kv: KVCache
     ) -> torch.Tensor:
         state = kv.step
-        if input_ids.shape != (state.num_tokens,):
+        if input_ids.shape != (state.num_row_tokens,):
             raise ValueError(
                 f"forward: input_ids has shape {tuple(input_ids.shape)}; "
-                f"expected [{state.num_tokens}], the tokens bound to this step"
+                f"expected [{state.num_row_tokens}], the tokens bound to this step"
             )
         if positions is None:
             positions = state.positions
@@ -228,9 +231,8 @@ class CausalLM(nn.Module, ABC):
         positions = positions.expand(batch, length).reshape(-1)
         cos_sin = self.rotary.cos_sin(num_positions, device)
         if torch.is_grad_enabled():
-            return self._run_torch(
-                input_ids, Step(_dense_attend(_sdpa, batch, length), positions, cos_sin)
-            )
+            attend = _dense_attend(_TORCH_ATTENTION.fwd_prefill, batch, length)
+            return self._run_torch(input_ids, Step(attend, positions, cos_sin))
         backend = self._backend()
         attend = _dense_attend(backend.fwd_prefill, batch, length)
         step = Step(attend, positions, cos_sin)
@@ -254,17 +256,6 @@ class CausalLM(nn.Module, ABC):
             layer(buffers, step, delta)
             delta = buffers.delta
         return bound.norm(buffers.delta, buffers.residual, buffers.normed)
-
-
-def _sdpa(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    layer_id: int = 0,
-    causal_offset: int = 0,
-) -> torch.Tensor:
-    raise NotImplementedError
 
 
 def _dense_attend(entry: Callable[..., torch.Tensor], batch: int, length: int) -> Attend:

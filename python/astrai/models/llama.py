@@ -22,7 +22,7 @@ class LlamaLayer(DecoderLayer):
     """x + attention(norm(x)), then that + mlp(norm(that))."""
 
     def __init__(self, config: ModelConfig, layer_id: int) -> None:
-        super().__init__()
+        super().__init__(config, layer_id)
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = Attention(config, layer_id)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

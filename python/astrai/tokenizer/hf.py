@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from astrai.tokenizer.json_file import read_json_object
 from astrai.tokenizer.chat import ChatTemplate
+from astrai.tokenizer.json_file import read_json_object
 from astrai.tokenizer.pieces import from_decoder_state
 from astrai.tokenizer.tokenizer import Tokenizer
 
