@@ -1,14 +1,22 @@
 // Weight rows over threads; inputs are widened to float32 once and shared. See linear_tile.h for
 // the order of sums, which makes each row of the result independent of the others.
+//
+// A task takes a panel of weight rows that fits the second-level cache. Within it, a chunk of input
+// rows stays in the first-level cache while groups of weight rows pass by, so weights come from
+// memory once, when the first chunk asks for them, and the next group is prefetched meanwhile.
 #include "kernels/linear/linear.h"
 
 #include "common/thread_pool.h"
 #include "kernels/cpu/kernel_table.h"
 #include "kernels/cpu/linear_tile.h"
 #include "kernels/cpu/parallel_rows.h"
+#include "kernels/cpu/vec_partial.h"
 
 namespace astrai::kernels::cpu::ASTRAI_ISA {
 namespace {
+
+constexpr int64_t kMaxChunkRows = 2 * kMaxTileRows;
+constexpr int64_t kMaxPanelOutputs = 20 * kGroupOutputs;
 
 struct PackedInputs {
   const float* data;
@@ -40,69 +48,133 @@ PackedInputs pack_inputs(const LinearParams& params) {
   return {.data = packed, .stride = stride};
 }
 
-// out[m, n] = dot + bias[n]
-template <class W>
-void store_output(const LinearParams& params, int64_t m, int64_t n, float dot) {
-  if (params.bias != nullptr) dot += to_float(static_cast<const W*>(params.bias)[n]);
-  const int64_t index = m * params.out_stride + n;
-  dispatch_float_dtype(params.out_dtype, [&]<class Out>() {
-    static_cast<Out*>(params.out)[index] = from_float<Out>(dot);
-  });
+// Results of a chunk of input rows times a panel of weight rows, on their way out.
+struct PanelResults {
+  float values[kMaxChunkRows][kMaxPanelOutputs];
+};
+
+// out[m, first_output + n] = results[n] + bias[first_output + n]
+template <class W, class Out>
+void store_row(const LinearParams& params, int64_t m, int64_t first_output, int64_t count,
+               const float* results) {
+  Out* out = static_cast<Out*>(params.out) + m * params.out_stride + first_output;
+  const W* bias =
+      params.bias == nullptr ? nullptr : static_cast<const W*>(params.bias) + first_output;
+  for (int64_t n = 0; n < count; n += VecF::kLanes) {
+    const int64_t left = count - n;
+    if (left >= VecF::kLanes) {
+      const VecF value = vload(results + n);
+      vstore(out + n, bias == nullptr ? value : value + vload(bias + n));
+    } else {
+      const VecF value = vload_partial(results + n, left);
+      vstore_partial(out + n, bias == nullptr ? value : value + vload_partial(bias + n, left),
+                     left);
+    }
+  }
 }
 
 template <class W, int R, int M>
-void compute_tile(const LinearParams& params, const PackedInputs& inputs, int64_t m, int64_t n) {
+void compute_tile(const LinearParams& params, const PackedInputs& inputs, int64_t m, int64_t n,
+                  int64_t prefetch_bytes, float* results) {
   const W* weight = static_cast<const W*>(params.weight) + n * params.weight_stride;
-  float dots[R][M];
+  float dots[(R * M + 3) / 4 * 4];
   dot_tile<W, R, M>(weight, params.weight_stride, inputs.data + m * inputs.stride, inputs.stride,
-                    params.num_inputs, dots);
+                    params.num_inputs, prefetch_bytes, dots);
   for (int i = 0; i < M; ++i) {
-    for (int r = 0; r < R; ++r) store_output<W>(params, m + i, n + r, dots[r][i]);
+    for (int r = 0; r < R; ++r) results[i * kMaxPanelOutputs + r] = dots[i * R + r];
   }
 }
 
+// M input rows from m times the `count` weight rows from n; count <= kGroupOutputs.
 template <class W, int M>
-void compute_outputs(const LinearParams& params, const PackedInputs& inputs, int64_t m,
-                     int64_t first_output, int64_t last_output) {
+void compute_group(const LinearParams& params, const PackedInputs& inputs, int64_t m, int64_t n,
+                   int64_t count, int64_t prefetch_bytes, float* results) {
   constexpr int kOutputs = tile_outputs(M);
-  int64_t n = first_output;
-  for (; n + kOutputs <= last_output; n += kOutputs) {
-    compute_tile<W, kOutputs, M>(params, inputs, m, n);
+  static_assert(kGroupOutputs % kOutputs == 0);
+  int64_t done = 0;
+  for (; done + kOutputs <= count; done += kOutputs) {
+    compute_tile<W, kOutputs, M>(params, inputs, m, n + done, prefetch_bytes, results + done);
   }
-  for (; n < last_output; ++n) compute_tile<W, 1, M>(params, inputs, m, n);
+  for (; done < count; ++done) {
+    compute_tile<W, 1, M>(params, inputs, m, n + done, prefetch_bytes, results + done);
+  }
+}
+
+// Input rows of the next tile when `left` are to be done: as even as possible.
+int64_t next_tile_rows(int64_t left) {
+  const int64_t tiles = (left + kMaxTileRows - 1) / kMaxTileRows;
+  return (left + tiles - 1) / tiles;
+}
+
+template <class W>
+void compute_tile_rows(int64_t tile_rows, const LinearParams& params, const PackedInputs& inputs,
+                       int64_t m, int64_t n, int64_t count, int64_t prefetch_bytes,
+                       float* results) {
+  static constexpr decltype(&compute_group<W, 1>) kCompute[kMaxTileRows] = {
+      compute_group<W, 1>, compute_group<W, 2>, compute_group<W, 3>,
+      compute_group<W, 4>, compute_group<W, 5>, compute_group<W, 6>};
+  kCompute[tile_rows - 1](params, inputs, m, n, count, prefetch_bytes, results);
+}
+
+template <class W>
+void compute_chunk(const LinearParams& params, const PackedInputs& inputs, int64_t first_row,
+                   int64_t last_row, int64_t first_output, int64_t last_output,
+                   PanelResults& results) {
+  const int64_t group_bytes =
+      kGroupOutputs * params.weight_stride * dtype_bytes(params.weight_dtype);
+  for (int64_t n = first_output; n < last_output; n += kGroupOutputs) {
+    const int64_t count = last_output - n < kGroupOutputs ? last_output - n : kGroupOutputs;
+    // Only the first rows to meet a group find it in memory rather than in cache.
+    int64_t prefetch_bytes = first_row == 0 ? group_bytes : 0;
+    for (int64_t m = first_row; m < last_row;) {
+      const int64_t tile_rows = next_tile_rows(last_row - m);
+      float* tile_results = results.values[m - first_row] + (n - first_output);
+      compute_tile_rows<W>(tile_rows, params, inputs, m, n, count, prefetch_bytes, tile_results);
+      prefetch_bytes = 0;
+      m += tile_rows;
+    }
+  }
+}
+
+// Input rows that pass a group of weight rows together: two tiles if they leave the first-level
+// cache room for weights, or if there are no more rows, so that weights come from memory only once.
+int64_t chunk_rows(const LinearParams& params) {
+  constexpr int64_t kChunkBytes = 24 * 1024;
+  const int64_t row_bytes = params.num_inputs * int64_t{sizeof(float)};
+  const bool two_tiles =
+      params.num_rows <= kMaxChunkRows || kMaxChunkRows * row_bytes <= kChunkBytes;
+  return two_tiles ? kMaxChunkRows : kMaxTileRows;
 }
 
 template <class W>
 void compute_panel(const LinearParams& params, const PackedInputs& inputs, int64_t first_output,
                    int64_t last_output) {
-  static_assert(kMaxTileRows == 4);
-  int64_t m = 0;
-  for (; m + 4 <= params.num_rows; m += 4) {
-    compute_outputs<W, 4>(params, inputs, m, first_output, last_output);
-  }
-  switch (params.num_rows - m) {
-    case 3:
-      return compute_outputs<W, 3>(params, inputs, m, first_output, last_output);
-    case 2:
-      return compute_outputs<W, 2>(params, inputs, m, first_output, last_output);
-    case 1:
-      return compute_outputs<W, 1>(params, inputs, m, first_output, last_output);
-    default:
-      return;
+  PanelResults results;
+  const int64_t chunk = chunk_rows(params);
+  for (int64_t first_row = 0; first_row < params.num_rows; first_row += chunk) {
+    const int64_t last_row =
+        first_row + chunk < params.num_rows ? first_row + chunk : params.num_rows;
+    compute_chunk<W>(params, inputs, first_row, last_row, first_output, last_output, results);
+    for (int64_t m = first_row; m < last_row; ++m) {
+      dispatch_float_dtype(params.out_dtype, [&]<class Out>() {
+        store_row<W, Out>(params, m, first_output, last_output - first_output,
+                          results.values[m - first_row]);
+      });
+    }
   }
 }
 
-// Weight rows that one task takes: at most what stays in the second-level cache while the input
-// rows pass by, and few enough that every thread gets some.
+// Weight rows of a task: whole groups, at most what stays in the second-level cache, and few enough
+// that threads which start late still find work.
 int64_t panel_outputs(const LinearParams& params) {
   constexpr int64_t kPanelBytes = 128 * 1024;
-  constexpr int64_t kRounding = 24;  // a multiple of most tile heights
   const int64_t row_bytes = params.num_inputs * dtype_bytes(params.weight_dtype) + 1;
   int64_t outputs = kPanelBytes / row_bytes;
   const int64_t fair_share = params.num_outputs / (4 * int64_t{num_threads()});
   if (outputs > fair_share) outputs = fair_share;
-  outputs = outputs / kRounding * kRounding;
-  return outputs > kRounding ? outputs : kRounding;
+  if (outputs > kMaxPanelOutputs) outputs = kMaxPanelOutputs;
+  outputs = outputs / kGroupOutputs * kGroupOutputs;
+  return outputs > kGroupOutputs ? outputs : kGroupOutputs;
 }
 
 }  // namespace

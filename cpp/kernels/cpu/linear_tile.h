@@ -9,31 +9,38 @@
 #include <cstdint>
 
 #include "kernels/cpu/vec.h"
-#include "kernels/cpu/vec_partial.h"
 
 namespace astrai::kernels::cpu::ASTRAI_ISA {
 
 // K advances by two vectors at a time.
 constexpr int64_t kBlock = 2 * VecF::kLanes;
 
-// Accumulators that fit into the vector registers beside the operands.
-#if defined(__AVX512F__) || defined(__ARM_NEON)
-constexpr int kMaxAccumulators = 24;  // of 32 registers
-#else
-constexpr int kMaxAccumulators = 12;  // of 16 registers
-#endif
-
-constexpr int kMaxTileRows = 4;  // M
-
-// R for a given M. Eight streams of weights are about as many as hardware prefetchers follow.
+// R of the tile for M input rows. Fewer accumulators than there are vector registers: GCC 12 spills
+// them from 12 of 16 on, which halves the speed, and 9 or 10 already reach nine tenths of the peak.
+// kGroupOutputs is a multiple of every R.
+constexpr int kMaxTileRows = 6;
+constexpr int kGroupOutputs = 12;
 constexpr int tile_outputs(int tile_rows) {
-  const int fitting = kMaxAccumulators / tile_rows;
-  return fitting > 8 ? 8 : fitting;
+#if defined(__AVX512F__) || defined(__ARM_NEON)  // 32 registers
+  return tile_rows <= 4 ? 6 : 4;
+#else  // 16 registers
+  constexpr int kOutputs[kMaxTileRows + 1] = {0, 6, 4, 3, 2, 2, 2};
+  return kOutputs[tile_rows];
+#endif
 }
 
-// The two vectors of a block of K, in the order in which the format is cheapest to widen: float32
-// and float16 as stored; bfloat16 its even elements and then its odd ones, one shift and one mask
-// for the two. pack_input() puts the inputs into the same order.
+// Stops the compiler from reading a value again from memory at each use.
+inline void keep_in_register(VecF& a) {
+#if defined(__x86_64__)
+  asm("" : "+v"(a.v));
+#elif defined(__aarch64__)
+  asm("" : "+w"(a.v));
+#endif
+}
+
+// One of the two vectors of a block of K, in the order in which the format is cheapest to widen:
+// float32 and float16 as stored; bfloat16 its even elements and then its odd ones, a shift and a
+// mask. pack_input() puts the inputs into the same order.
 template <int Half>
 inline VecF load_half(const float* block) {
   return vload(block + Half * VecF::kLanes);
@@ -61,58 +68,107 @@ inline VecF load_half(const bf16* block) {
 #endif
 }
 
-// Adds to `sums` the products over one block of K. x points at the block in each packed row.
-template <class W, int R, int M>
-inline __attribute__((always_inline)) void accumulate_block(const W* const (&w)[R], const float* x,
-                                                            int64_t x_stride, VecF (&sums)[R][M]) {
-  VecF weights[R];
+// sums += products over one half of a block. Keeps the operands of the shorter side in registers
+// and streams the other, so that accumulators and operands fit.
+template <class W, int Half, int R, int M>
+inline __attribute__((always_inline)) void accumulate_half(const W* weight, int64_t weight_stride,
+                                                           const float* x, int64_t x_stride,
+                                                           VecF (&sums)[R * M]) {
+  if constexpr (M < R) {
+    VecF inputs[M];
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) weights[r] = load_half<0>(w[r]);
+    for (int m = 0; m < M; ++m) {
+      inputs[m] = vload(x + m * x_stride + Half * VecF::kLanes);
+      keep_in_register(inputs[m]);
+    }
 #pragma GCC unroll 8
-  for (int m = 0; m < M; ++m) {
-    const VecF value = vload(x + m * x_stride);
+    for (int r = 0; r < R; ++r) {
+      VecF weights = load_half<Half>(weight + r * weight_stride);
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) sums[r][m] = vfma(weights[r], value, sums[r][m]);
-  }
+      for (int m = 0; m < M; ++m) sums[m * R + r] = vfma(weights, inputs[m], sums[m * R + r]);
+    }
+  } else {
+    VecF weights[R];
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) weights[r] = load_half<1>(w[r]);
+    for (int r = 0; r < R; ++r) {
+      weights[r] = load_half<Half>(weight + r * weight_stride);
+      keep_in_register(weights[r]);
+    }
 #pragma GCC unroll 8
-  for (int m = 0; m < M; ++m) {
-    const VecF value = vload(x + m * x_stride + VecF::kLanes);
+    for (int m = 0; m < M; ++m) {
+      VecF inputs = vload(x + m * x_stride + Half * VecF::kLanes);
+      keep_in_register(inputs);
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) sums[r][m] = vfma(weights[r], value, sums[r][m]);
+      for (int r = 0; r < R; ++r) sums[m * R + r] = vfma(weights[r], inputs, sums[m * R + r]);
+    }
   }
 }
 
-// dots[r][m] = weight row r . input row m. Input rows are packed and padded with zeros to whole
-// blocks; weight rows are read up to num_inputs only.
+// out[i] = sum of the lanes of sums[i]: halves are added until four lanes are left, and those as
+// (0 + 2) + (1 + 3).
+inline void reduce_four(const VecF* sums, float* out) {
+#if defined(__AVX2__)
+  __m128 quads[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+#if defined(__AVX512F__)
+    const __m256 upper = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(sums[i].v), 1));
+    const __m256 folded = _mm256_add_ps(_mm512_castps512_ps256(sums[i].v), upper);
+#else
+    const __m256 folded = sums[i].v;
+#endif
+    quads[i] = _mm_add_ps(_mm256_castps256_ps128(folded), _mm256_extractf128_ps(folded, 1));
+  }
+  _MM_TRANSPOSE4_PS(quads[0], quads[1], quads[2], quads[3]);
+  _mm_storeu_ps(out, _mm_add_ps(_mm_add_ps(quads[0], quads[2]), _mm_add_ps(quads[1], quads[3])));
+#else
+  for (int i = 0; i < 4; ++i) out[i] = vreduce_add(sums[i]);
+#endif
+}
+
+// dots[m * R + r] = weight row r . input row m; dots has room for a multiple of four. Input rows
+// are packed and padded with zeros to whole blocks; weight rows are read up to num_inputs only.
+// Weights that lie prefetch_bytes further on are asked for meanwhile; 0 = none.
 template <class W, int R, int M>
 inline void dot_tile(const W* weight, int64_t weight_stride, const float* x, int64_t x_stride,
-                     int64_t num_inputs, float (&dots)[R][M]) {
-  VecF sums[R][M];
-  for (int r = 0; r < R; ++r) {
-    for (int m = 0; m < M; ++m) sums[r][m] = vzero();
-  }
-  const W* rows[R];
-  for (int r = 0; r < R; ++r) rows[r] = weight + r * weight_stride;
+                     int64_t num_inputs, int64_t prefetch_bytes, float* dots) {
+  constexpr int kSums = R * M;
+  VecF sums[kSums];
+#pragma GCC unroll 32
+  for (int i = 0; i < kSums; ++i) sums[i] = vzero();
   int64_t k = 0;
-  for (; k + kBlock <= num_inputs; k += kBlock) {
-    const W* block[R];
+  const int64_t whole = num_inputs / kBlock * kBlock;
+  if (prefetch_bytes != 0) {
+    for (; k < whole; k += kBlock) {
+      const auto ahead = reinterpret_cast<uintptr_t>(weight + k) + prefetch_bytes;
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) block[r] = rows[r] + k;
-    accumulate_block<W, R, M>(block, x + k, x_stride, sums);
+      for (int r = 0; r < R; ++r) {
+        __builtin_prefetch(reinterpret_cast<const void*>(ahead + r * weight_stride * sizeof(W)));
+      }
+      accumulate_half<W, 0, R, M>(weight + k, weight_stride, x + k, x_stride, sums);
+      accumulate_half<W, 1, R, M>(weight + k, weight_stride, x + k, x_stride, sums);
+    }
+  } else {
+    for (; k < whole; k += kBlock) {
+      accumulate_half<W, 0, R, M>(weight + k, weight_stride, x + k, x_stride, sums);
+      accumulate_half<W, 1, R, M>(weight + k, weight_stride, x + k, x_stride, sums);
+    }
   }
   if (const int64_t left = num_inputs - k; left > 0) {
-    W tail[R][kBlock] = {};
-    const W* block[R];
+    W tail[R * kBlock] = {};
     for (int r = 0; r < R; ++r) {
-      for (int64_t i = 0; i < left; ++i) tail[r][i] = rows[r][k + i];
-      block[r] = tail[r];
+      for (int64_t i = 0; i < left; ++i) tail[r * kBlock + i] = weight[r * weight_stride + k + i];
     }
-    accumulate_block<W, R, M>(block, x + k, x_stride, sums);
+    accumulate_half<W, 0, R, M>(tail, kBlock, x + k, x_stride, sums);
+    accumulate_half<W, 1, R, M>(tail, kBlock, x + k, x_stride, sums);
   }
-  for (int r = 0; r < R; ++r) {
-    for (int m = 0; m < M; ++m) dots[r][m] = vreduce_add(sums[r][m]);
+#pragma GCC unroll 8
+  for (int i = 0; i + 4 <= kSums; i += 4) reduce_four(sums + i, dots + i);
+  if constexpr (kSums % 4 != 0) {
+    constexpr int kDone = kSums / 4 * 4;
+    VecF last[4] = {vzero(), vzero(), vzero(), vzero()};
+    for (int i = kDone; i < kSums; ++i) last[i - kDone] = sums[i];
+    reduce_four(last, dots + kDone);
   }
 }
 
