@@ -52,19 +52,19 @@ class Harness:
                     self.scheduler.finish(sequence)
 
     def step(self):
-        batch = self.scheduler.schedule_prefill()
-        if batch is not None:
-            self.check_batch(batch)
-            self.prefills.append(
-                [(s.order, q) for s, q in zip(batch.sequences, batch.q_lens, strict=True)]
-            )
-            self.take_copies()
-            self.finish_batch(batch)
+        """One step, in the order in which the engine takes its halves."""
         batch = self.scheduler.schedule_decode()
         if batch is not None:
             self.check_batch(batch)
             assert set(batch.q_lens) == {1}
             self.decodes.append([s.order for s in batch.sequences])
+            self.take_copies()
+            self.finish_batch(batch)
+        batch = self.scheduler.schedule_prefill()
+        if batch is not None:
+            self.check_batch(batch)
+            rows = zip(batch.sequences, batch.q_lens, strict=True)
+            self.prefills.append([(s.order, q) for s, q in rows])
             self.take_copies()
             self.finish_batch(batch)
         self.pool.check_integrity()
@@ -142,7 +142,7 @@ def test_batch_limit_is_kept_and_a_freed_place_is_taken():
     harness.run()
     assert max(len(rows) for rows in harness.decodes) == 2
     assert harness.prefills[0] == [((0, 0), 4), ((1, 0), 4)]
-    assert [(2, 0)] == [order for rows in harness.prefills[1:] for order, _ in rows]
+    assert [order for rows in harness.prefills[1:] for order, _ in rows] == [(2, 0)]
     harness.assert_drained()
 
 
@@ -326,7 +326,7 @@ def test_aborts_at_random_moments_return_every_page_once(first_seed):
         for _ in range(400):
             if not harness.scheduler.has_work:
                 break
-            for schedule in (harness.scheduler.schedule_prefill, harness.scheduler.schedule_decode):
+            for schedule in (harness.scheduler.schedule_decode, harness.scheduler.schedule_prefill):
                 maybe_abort()
                 batch = schedule()
                 if batch is not None:

@@ -93,7 +93,7 @@ class EngineCore:
                 self.scheduler.abort(request_id)
 
     def step(self) -> None:
-        """Run one chunk of prefill and one step of decoding, as far as there is work for them.
+        """Run one step of decoding and one chunk of prefill, as far as there is work for them.
 
         If the model or the sampler fails, the exception passes through and every request is left
         as it was before the step.
@@ -108,14 +108,16 @@ class EngineCore:
             self._num_steps += 1
 
     def _step(self) -> None:
-        batch = self.scheduler.schedule_prefill()
-        if batch is not None:
-            logits = self._executor.execute_prefill(batch)
-            self._prefill_info = self._finish_batch(batch, logits, self._prefill_info)
+        # Decoding first: a prompt that is complete then shows its first token without delay, and
+        # pages are known to suffice for running sequences before a new one is let in.
         batch = self.scheduler.schedule_decode()
         if batch is not None:
             logits = self._executor.execute_decode(batch)
             self._decode_info = self._finish_batch(batch, logits, self._decode_info)
+        batch = self.scheduler.schedule_prefill()
+        if batch is not None:
+            chunk_logits = self._executor.execute_prefill(batch)
+            self._prefill_info = self._finish_batch(batch, chunk_logits, self._prefill_info)
 
     def _finish_batch(
         self,
@@ -141,11 +143,10 @@ class EngineCore:
             if token_id < 0:
                 self.scheduler.finish(sequence, "error")
                 continue
-            sequence.accept(token_id, sampled.logprobs.get(place), now)
-            if sequence.finish_reason is None:
-                self.scheduler.place(sequence)
-            else:
+            if sequence.accept(token_id, sampled.logprobs.get(place), now):
                 self.scheduler.finish(sequence)
+            else:
+                self.scheduler.place(sequence)
         return info
 
     def stats(self) -> EngineStats:

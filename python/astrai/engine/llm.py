@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from astrai.attention import ATTN_BACKEND, attn_backend as choose_backend, select_backend
+from astrai.attention import ATTN_BACKEND, select_backend
+from astrai.attention import attn_backend as choose_backend
 from astrai.config import EngineConfig, ModelConfig
 from astrai.engine.core import EngineCore, EngineStats
 from astrai.engine.executor import Executor
@@ -139,6 +140,11 @@ class LLM:
     def config(self) -> ModelConfig:
         """The model's shape."""
         return self._loaded.config
+
+    @property
+    def kv_cache(self) -> KVCache:
+        """The paged KV cache, for inspection."""
+        return self._kv
 
     @property
     def max_context(self) -> int:

@@ -163,7 +163,7 @@ def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if not prompts:
         raise ValueError("generate: prompts is empty; expected at least one prompt")
     if all(isinstance(item, int) for item in prompts):
-        return [list(prompts)]  # type: ignore[arg-type]  # checked just above
+        return [list(prompts)]
     for i, item in enumerate(prompts):
         if not isinstance(item, (str, list, tuple)):
             raise TypeError(

@@ -91,29 +91,28 @@ class Sequence:
         first = max(start - len(prompt), 0)
         return prompt[start:] + self.output_ids[first : end - len(prompt)]
 
-    def accept(self, token_id: int, logprobs: dict[int, float] | None, now: float) -> None:
-        """Append a sampled token, work out its text and whether the sample ends here."""
+    def accept(self, token_id: int, logprobs: dict[int, float] | None, now: float) -> bool:
+        """Append a sampled token and work out its text. True if the sample ends with it."""
         request, params = self.request, self.request.params
         self.output_ids.append(token_id)
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        num_outputs = len(self.output_ids)
         if token_id in request.stop_ids:
             piece = self.text.end_by_token(token_id)
             self.finish_reason, self.stop_reason = "stop", token_id
         else:
-            piece = self.text.add(token_id, num_outputs > params.min_tokens)
-            if self.text.matched_stop is not None:
-                self.finish_reason, self.stop_reason = "stop", self.text.matched_stop
-            elif num_outputs >= request.max_new_tokens:
+            piece = self.text.add(token_id, len(self.output_ids) > params.min_tokens)
+            if len(self.output_ids) >= request.max_new_tokens:
                 piece += self.text.end()
                 self.finish_reason = "length"
-                if self.text.matched_stop is not None:
-                    self.finish_reason, self.stop_reason = "stop", self.text.matched_stop
+            # A stop string that is complete with the last token counts more than the limit.
+            if self.text.matched_stop is not None:
+                self.finish_reason, self.stop_reason = "stop", self.text.matched_stop
         if piece:
             self.pieces.append(piece)
         request.note_token(now)
         request.emit(self, piece, [token_id], [logprobs] if logprobs is not None else None)
+        return self.finish_reason is not None
 
     def end(self, reason: FinishReason) -> None:
         """End without a token: aborted, failed, or asked for nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def default_num_pages(
     if budget < 1:
         raise ValueError(
             f"LLM: {free_bytes} bytes of memory are free; expected at least "
-            f"{int(page_bytes / share) + 1} for one page of "
+            f"{math.ceil(page_bytes / share)} for one page of "
             f"{page_size} tokens"
         )
     return min(wanted, budget)

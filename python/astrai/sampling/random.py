@@ -53,4 +53,5 @@ def uniforms(
     word = (word ^ (word >> np.uint64(30))) * np.uint64(_MIX_1)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(_MIX_2)
     word ^= word >> np.uint64(31)
-    return (word >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    numbers: npt.NDArray[np.float64] = (word >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return numbers
