@@ -13,7 +13,7 @@ constexpr const char* kCapsuleName = "dlpack_exchange_api";
 
 // Values of Device::type and DataType::code that astrai understands.
 enum DeviceCode : int32_t { kCpu = 1, kCuda = 2, kCudaHost = 3, kCudaManaged = 13 };
-enum TypeCode : uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4, kComplex = 5, kBool = 6 };
+enum TypeCode : uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4, kBool = 6 };
 
 struct Version {
   uint32_t major;

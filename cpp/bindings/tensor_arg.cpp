@@ -49,7 +49,13 @@ const dlpack::ExchangeApi* exchange_api(PyTypeObject* type) {
 }
 
 std::string found_type(nb::handle object) {
-  return nb::cast<std::string>(nb::str(nb::type_name(object.type())));
+  return Py_TYPE(object.ptr())->tp_name;
+}
+
+// Producers append a stack trace to their messages.
+std::string first_line(const nb::python_error& error) {
+  const std::string text = nb::str(error.value()).c_str();
+  return text.substr(0, text.find('\n'));
 }
 
 bool requires_grad(nb::handle object) {
@@ -72,9 +78,9 @@ void check_no_gradient_lost(const char* op, const char* name) {
                    "detached tensor (kernels have no backward pass)");
 }
 
-DType to_dtype(const char* op, const char* name, uint8_t code, uint8_t bits, uint16_t lanes) {
-  if (lanes == 1) {
-    switch (code << 8 | bits) {
+DType to_dtype(const char* op, const char* name, nb::handle object, dlpack::DataType dtype) {
+  if (dtype.lanes == 1) {
+    switch (dtype.code << 8 | dtype.bits) {
       case dlpack::kFloat << 8 | 32:
         return DType::kFloat32;
       case dlpack::kFloat << 8 | 16:
@@ -93,15 +99,12 @@ DType to_dtype(const char* op, const char* name, uint8_t code, uint8_t bits, uin
         break;
     }
   }
-  const char* kind = code == dlpack::kFloat     ? "float"
-                     : code == dlpack::kInt     ? "int"
-                     : code == dlpack::kUInt    ? "uint"
-                     : code == dlpack::kComplex ? "complex"
-                                                : nullptr;
-  const std::string found =
-      kind != nullptr ? concat(kind, static_cast<int>(bits), lanes == 1 ? "" : concat("x", lanes))
-                      : concat("with DLPack code ", static_cast<int>(code), ", ",
-                               static_cast<int>(bits), " bits");
+  std::string found =
+      concat("code ", static_cast<int>(dtype.code), " of ", static_cast<int>(dtype.bits), " bits");
+  if (nb::hasattr(object, "dtype")) {
+    const nb::object own_name = object.attr("dtype");
+    found = nb::str(own_name).c_str();
+  }
   throw std::invalid_argument(
       concat(op, ": ", name, " has dtype ", found,
              "; expected one of float32, float16, bfloat16, int32, int64, uint8, bool"));
@@ -121,11 +124,12 @@ Device to_device(const char* op, const char* name, int32_t type, int32_t index) 
   }
 }
 
-TensorView to_view(const char* op, const char* name, const dlpack::Tensor& tensor) {
+TensorView to_view(const char* op, const char* name, nb::handle object,
+                   const dlpack::Tensor& tensor) {
   ASTRAI_CHECK_ARG(tensor.ndim <= TensorView::kMaxDims, op, ": ", name, " has ", tensor.ndim,
                    " dimensions; expected at most ", TensorView::kMaxDims);
   TensorView view;
-  view.dtype = to_dtype(op, name, tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes);
+  view.dtype = to_dtype(op, name, object, tensor.dtype);
   view.device = to_device(op, name, tensor.device.type, tensor.device.id);
   view.ndim = tensor.ndim;
   int64_t contiguous_stride = 1;
@@ -147,10 +151,10 @@ BorrowedTensor borrow_through_table(const char* op, const char* name, nb::handle
   if (api.view_from_py_object(object.ptr(), &tensor) != 0) {
     const nb::python_error cause;
     throw std::invalid_argument(concat(op, ": ", name, " cannot be read through DLPack (",
-                                       nb::str(cause.value()).c_str(),
+                                       first_line(cause),
                                        "); expected a dense CPU or CUDA tensor"));
   }
-  return BorrowedTensor(to_view(op, name, tensor));
+  return BorrowedTensor(to_view(op, name, object, tensor));
 }
 
 BorrowedTensor borrow_through_python(const char* op, const char* name, nb::handle object,
@@ -192,7 +196,7 @@ BorrowedTensor borrow_through_python(const char* op, const char* name, nb::handl
                               .shape = shape,
                               .strides = strides,
                               .byte_offset = 0};
-  return BorrowedTensor(to_view(op, name, tensor), std::move(array));
+  return BorrowedTensor(to_view(op, name, object, tensor), std::move(array));
 }
 
 }  // namespace
