@@ -7,6 +7,10 @@
 #include "kernels/attention/attn_plan.h"
 #include "kernels/cpu/isa.h"
 
+#if ASTRAI_WITH_CUDA
+#include "kernels/attention/attn_cuda_launch.h"
+#endif
+
 namespace astrai::kernels {
 namespace {
 
@@ -14,10 +18,34 @@ bool has_work(const AttentionParams& params) {
   return params.num_requests > 0 && params.num_q_rows > 0;
 }
 
+void check_fixed_splits(const char* op, const AttentionOptions& options) {
+  if (options.fixed_split_keys == 0) return;
+  ASTRAI_CHECK_ARG(
+      options.fixed_split_keys > 0 && options.fixed_split_keys % kFixedSplitUnit == 0, op,
+      ": fixed_split_keys is ", options.fixed_split_keys, "; expected 0 or a multiple of ",
+      kFixedSplitUnit);
+  ASTRAI_CHECK_ARG(options.num_splits == 0, op, ": num_splits is ", options.num_splits,
+                   "; expected 0, since fixed_split_keys is given too");
+}
+
 void launch_decode(const char* op, const TensorView& q, AttentionParams params,
                    const AttentionOptions& options) {
+  check_fixed_splits(op, options);
+#if !ASTRAI_WITH_CUDA
   if (q.device.type != DeviceType::kCpu) throw_cuda_not_built(op);
+#endif
   if (!has_work(params)) return;
+#if ASTRAI_WITH_CUDA
+  if (q.device.type == DeviceType::kCuda) {
+    launch_attn_decode_cuda(
+        params, {.op = op,
+                 .device = q.device.index,
+                 .stream = options.stream,
+                 .fixed_split_keys = options.fixed_split_keys,
+                 .partials_capacity = options.o_part == nullptr ? 0 : options.o_part->shape[2]});
+    return;
+  }
+#endif
   if (params.num_splits == 0) {
     const int64_t capacity = options.o_part == nullptr ? kMaxSplits : options.o_part->shape[2];
     params.num_splits = compute_num_splits_cpu(params.kv_len, capacity);

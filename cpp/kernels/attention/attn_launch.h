@@ -9,6 +9,9 @@
 
 namespace astrai::kernels {
 
+// A whole number of rounds of every CUDA decode kernel.
+constexpr int64_t kFixedSplitUnit = 128;
+
 // What all four entry points share. Optional tensors are null.
 struct AttentionOptions {
   const TensorView* mask = nullptr;   // bool [B, Lk] or [B, Lq, Lk], true = keep
@@ -22,6 +25,10 @@ struct AttentionOptions {
   const TensorView* o_part = nullptr;
   const TensorView* ml_part = nullptr;
   int64_t num_splits = 0;  // 0 = choose; at most what the partials hold
+  // Decode only. > 0: splits of so many keys, a multiple of kFixedSplitUnit, so that a request's
+  // result does not depend on what else is in the batch, bit for bit. 0 = the fastest splits. The
+  // CPU's splits are always of the first kind.
+  int64_t fixed_split_keys = 0;
   void* stream = nullptr;  // cudaStream_t; ignored on the CPU
 };
 

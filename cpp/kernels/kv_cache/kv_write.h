@@ -33,4 +33,9 @@ static_assert(std::is_trivially_copyable_v<KvWriteParams>);
 void kv_write(const TensorView& k, const TensorView& v, const TensorView& k_pages,
               const TensorView& v_pages, const TensorView& slot_mapping, void* stream);
 
+// The checks of kv_write and the parameters of its kernels; `op` starts the error texts.
+KvWriteParams pack_kv_write_params(const char* op, const TensorView& k, const TensorView& v,
+                                   const TensorView& k_pages, const TensorView& v_pages,
+                                   const TensorView& slot_mapping);
+
 }  // namespace astrai::kernels

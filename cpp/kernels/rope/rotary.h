@@ -35,4 +35,9 @@ static_assert(std::is_trivially_copyable_v<RotaryParams>);
 void rotary(const TensorView& q, const TensorView* k, const TensorView& positions,
             const TensorView& cos_sin, bool interleaved, void* stream);
 
+// The checks of rotary and the parameters of its kernels; `op` starts the error texts.
+RotaryParams pack_rotary_params(const char* op, const TensorView& q, const TensorView* k,
+                                const TensorView& positions, const TensorView& cos_sin,
+                                bool interleaved);
+
 }  // namespace astrai::kernels

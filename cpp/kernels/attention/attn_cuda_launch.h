@@ -1,0 +1,37 @@
+// CUDA side of the attention entry points: plain C++, for attn_launch.cpp and for tests and benches
+// that pick the kernel themselves.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "kernels/attention/attn_cuda_plan.h"
+#include "kernels/attention/attn_params.h"
+
+namespace astrai::kernels {
+
+enum class DecodeVariant : uint8_t {
+  kAuto,         // tensor cores where dtype and strides allow them
+  kScalar,       // attn_decode_split_kv.cuh
+  kTensorCores,  // attn_decode_split_kv_mma.cuh; refused where it cannot serve
+};
+
+struct DecodeLaunch {
+  const char* op = "attn_decode";
+  int device = 0;                 // CUDA device index of all tensors
+  void* stream = nullptr;         // cudaStream_t
+  int64_t fixed_split_keys = 0;   // > 0: see plan_decode_fixed
+  int64_t max_cluster_size = 16;  // caps what the device offers
+  int64_t partials_capacity = 0;  // splits that params.o_part holds; ignored when it is null
+};
+
+// Makes later launches of this process use one kernel, for tests and benches. kAuto undoes it.
+void force_decode_variant(DecodeVariant variant);
+
+// Checked parameters in (attn_check.h); params.num_splits 0 = choose. Queues the decode kernel and,
+// where a row is left in more than one partial, the combine kernel. Reads no device memory and
+// waits for nothing; allocates stream-ordered scratch only when partials are needed and none were
+// given. Throws std::runtime_error when CUDA fails or the build lacks code for the device.
+void launch_attn_decode_cuda(AttentionParams params, const DecodeLaunch& launch);
+
+}  // namespace astrai::kernels

@@ -1,0 +1,73 @@
+#include "kernels/attention/attn_cuda_plan.h"
+
+#include <algorithm>
+
+#include "common/check.h"
+
+namespace astrai::kernels {
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+int64_t floor_power_of_two(int64_t value) {
+  int64_t power = 1;
+  while (power * 2 <= value) power *= 2;
+  return power;
+}
+
+void check_facts(const DecodeDeviceFacts& device) {
+  ASTRAI_CHECK_ARG(device.num_sms >= 1 && device.blocks_per_sm >= 1 &&
+                       device.block_tile_keys >= 1 && device.max_cluster_size >= 1,
+                   "plan_decode: num_sms ", device.num_sms, ", blocks_per_sm ",
+                   device.blocks_per_sm, ", block_tile_keys ", device.block_tile_keys,
+                   ", max_cluster_size ", device.max_cluster_size, "; expected numbers >= 1");
+}
+
+}  // namespace
+
+DecodePlan plan_decode(const DecodeDeviceFacts& device, const DecodeBatch& batch,
+                       int64_t max_partials) {
+  check_facts(device);
+  ASTRAI_CHECK_ARG(batch.num_units >= 1 && batch.kv_len >= 0 && max_partials >= 1,
+                   "plan_decode: num_units ", batch.num_units, ", kv_len ", batch.kv_len,
+                   ", max_partials ", max_partials, "; expected at least 1, 0 and 1");
+  DecodePlan plan{.min_split_keys = device.block_tile_keys};
+  const int64_t slots = device.num_sms * device.blocks_per_sm;
+  const int64_t filling = std::max<int64_t>(1, slots / batch.num_units);
+  const int64_t long_enough = std::max<int64_t>(1, ceil_div(batch.kv_len, device.block_tile_keys));
+  const int64_t wanted = std::min(filling, long_enough);
+  plan.cluster_size = floor_power_of_two(std::min(wanted, device.max_cluster_size));
+  plan.num_splits = plan.cluster_size * std::min(wanted / plan.cluster_size, max_partials);
+  return plan;
+}
+
+DecodePlan plan_decode_fixed(const DecodeDeviceFacts& device, const DecodeBatch& batch,
+                             int64_t split_keys, int64_t max_partials) {
+  check_facts(device);
+  ASTRAI_CHECK_ARG(split_keys >= 1 && split_keys % device.block_tile_keys == 0,
+                   "plan_decode: fixed split of ", split_keys, " keys; expected a multiple of ",
+                   device.block_tile_keys);
+  const int64_t cluster_size = std::min(kFixedSplitCluster, device.max_cluster_size);
+  const int64_t needed = std::max<int64_t>(1, ceil_div(batch.max_kv_len, split_keys));
+  const int64_t clusters = ceil_div(needed, cluster_size);
+  ASTRAI_CHECK_ARG(clusters <= max_partials, "plan_decode: fixed splits of ", split_keys,
+                   " keys need ", clusters, " partials for ", batch.max_kv_len,
+                   " keys; expected at most the ", max_partials, " that there is room for");
+  return {.num_splits = clusters * cluster_size,
+          .cluster_size = cluster_size,
+          .min_split_keys = split_keys};
+}
+
+DecodePlan plan_decode_given(const DecodeDeviceFacts& device, int64_t num_splits) {
+  check_facts(device);
+  ASTRAI_CHECK_ARG(num_splits >= 1, "plan_decode: num_splits is ", num_splits,
+                   "; expected at least 1");
+  DecodePlan plan{.num_splits = num_splits, .min_split_keys = 1};
+  const int64_t largest = floor_power_of_two(device.max_cluster_size);
+  for (plan.cluster_size = largest; num_splits % plan.cluster_size != 0;) plan.cluster_size /= 2;
+  return plan;
+}
+
+}  // namespace astrai::kernels

@@ -1,0 +1,55 @@
+// How decode attention on CUDA cuts a batch into blocks. Pure host arithmetic over numbers that do
+// not change from step to step, so that a captured graph holds for other lengths too.
+#pragma once
+
+#include <cstdint>
+
+namespace astrai::kernels {
+
+// What the plan needs to know of the device and of the kernel that will run on it.
+struct DecodeDeviceFacts {
+  int64_t num_sms = 1;
+  int64_t blocks_per_sm = 1;     // of this kernel, resident at once
+  int64_t block_tile_keys = 64;  // keys that one block loads in one round of its warps
+  int64_t max_cluster_size = 1;  // blocks that can merge on chip; 1 = no clusters
+};
+
+struct DecodeBatch {
+  int64_t num_units = 1;   // requests x KV heads x tiles of a KV head's query heads
+  int64_t kv_len = 0;      // keys of a typical request, from bounds known on the host
+  int64_t max_kv_len = 0;  // keys of the longest request that the buffers can hold
+};
+
+struct DecodePlan {
+  int64_t num_splits = 1;      // blocks for a unit
+  int64_t cluster_size = 1;    // consecutive splits that are merged on chip; divides num_splits
+  int64_t min_split_keys = 1;  // no split but the last of a request is shorter
+
+  // Results of a row that reach memory; with 1 the decode kernel writes the final one.
+  int64_t num_partials() const { return num_splits / cluster_size; }
+};
+
+// Splits for the fastest batch: enough blocks to fill the device once, each with at least one full
+// round of keys, in whole clusters. Never more than max_partials results a row.
+//
+//   132 SMs with 2 blocks each, clusters of 16, 64 keys a round:
+//   1 request, 8 KV heads, 4096 keys: 264 / 8 = 33 splits would fill it, so 32 in 2 clusters of 16
+//   64 requests, 8 KV heads: 512 units fill the device, so 1
+DecodePlan plan_decode(const DecodeDeviceFacts& device, const DecodeBatch& batch,
+                       int64_t max_partials);
+
+// Cluster size of fixed splits, where the device has clusters at all.
+constexpr int64_t kFixedSplitCluster = 4;
+
+// Splits of exactly `split_keys` keys (a multiple of block_tile_keys), as many as the longest
+// request can have. Which keys are summed in which order then depends on the request's own length
+// alone: its result is the same bits in any batch on the same kind of device. Throws
+// std::invalid_argument when split_keys is no multiple of the tile or max_partials are too few.
+DecodePlan plan_decode_fixed(const DecodeDeviceFacts& device, const DecodeBatch& batch,
+                             int64_t split_keys, int64_t max_partials);
+
+// A number of splits that the caller chose, in the largest clusters that divide it and leave at
+// most max_partials results a row.
+DecodePlan plan_decode_given(const DecodeDeviceFacts& device, int64_t num_splits);
+
+}  // namespace astrai::kernels

@@ -1,0 +1,42 @@
+// Instantiates the decode kernels of one element type for every head dim.
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/attention/attn_combine.cuh"
+#include "kernels/attention/attn_decode_kernels.h"
+#include "kernels/attention/attn_decode_split_kv.cuh"
+#include "kernels/attention/attn_decode_split_kv_mma.cuh"
+#include "kernels/attention/attn_dispatch.h"
+
+namespace astrai::kernels {
+
+template <class T>
+DecodeKernelSet decode_kernels(int64_t head_dim) {
+  DecodeKernelSet set;
+  dispatch_head_dim(head_dim, [&]<int D>() {
+    using Scalar = DecodeScalarShape<D>;
+    set.scalar = {
+        .config = {.function = reinterpret_cast<const void*>(&attn_decode_split_kv_kernel<T, D>),
+                   .name = "attn_decode_split_kv_kernel",
+                   .threads = Scalar::kThreads},
+        .rows = Scalar::kRows,
+        .block_tile_keys = Scalar::kTileKeys};
+    set.combine = {.function = reinterpret_cast<const void*>(&attn_combine_kernel<T, D>),
+                   .name = "attn_combine_kernel",
+                   .threads = kCombineWarps * kWarpSize};
+    if constexpr (!std::is_same_v<T, float>) {
+      using Mma = DecodeMmaShape<D>;
+      set.tensor_cores = {.config = {.function = reinterpret_cast<const void*>(
+                                         &attn_decode_split_kv_mma_kernel<T, D>),
+                                     .name = "attn_decode_split_kv_mma_kernel",
+                                     .threads = Mma::kThreads,
+                                     .shared_bytes = Mma::kSharedBytes},
+                          .rows = Mma::kRows,
+                          .block_tile_keys = Mma::kWarps * Mma::kTileKeys};
+    }
+  });
+  return set;
+}
+
+}  // namespace astrai::kernels
