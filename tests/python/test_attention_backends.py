@@ -1,0 +1,287 @@
+"""Every backend that runs here, over one grid of options, against float64; dense and paged."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+import attention_reference as reference
+
+BACKENDS = ["cpu", "torch_native"]
+TOLERANCE = {"float32": 2e-5, "float16": 3e-3, "bfloat16": 2.5e-2}
+
+
+class Shape(NamedTuple):
+    num_layers: int = 2
+    num_q_heads: int = 6
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    hidden_size: int = 64
+    vocab_size: int = 50
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    from astrai.attention import _BACKEND_REGISTRY, ATTN_BACKEND
+
+    return _BACKEND_REGISTRY[ATTN_BACKEND(request.param)]()
+
+
+def to_torch(array, dtype="float32"):
+    import torch
+
+    return torch.from_numpy(array).to(getattr(torch, dtype))
+
+
+OPTIONS = {
+    "full": {},
+    "causal": {"causal_offset": "end"},
+    "causal_start": {"causal_offset": 0},
+    "causal_far": {"causal_offset": 1000},
+    "window": {"causal_offset": "end", "window": 5},
+    "window_of_one": {"causal_offset": "end", "window": 1},
+    "window_full": {"window": 7},
+    "softcap": {"causal_offset": "end", "softcap": 3.0},
+    "sinks": {"causal_offset": "end", "sinks": True},
+    "mask_keys": {"mask": "keys"},
+    "mask_rows": {"mask": "rows", "causal_offset": "end"},
+    "mask_rows_sinks": {"mask": "rows", "sinks": True},
+    "scale": {"scale": 0.3},
+    "all": {"causal_offset": "end", "window": 9, "softcap": 5.0, "sinks": True, "mask": "rows"},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (1, 40), (7, 19), (19, 19), (9, 4)])
+@pytest.mark.parametrize(("heads", "dtype"), [((6, 2), "float32"), ((5, 1), "bfloat16")])
+def test_dense(backend, name, q_len, kv_len, heads, dtype):
+    generator = np.random.default_rng(q_len * 100 + kv_len)
+    shapes = [(2, q_len, heads[0], 32), (2, kv_len, heads[1], 32), (2, kv_len, heads[1], 32)]
+    q, k, v = (to_torch(generator.standard_normal(s, np.float32), dtype) for s in shapes)
+    options = dict(OPTIONS[name])
+    if options.get("causal_offset") == "end":
+        options["causal_offset"] = max(kv_len - q_len, 0)
+    seen_options = {key: options[key] for key in ("causal_offset", "window") if key in options}
+    mask = options.pop("mask", None)
+    if mask is not None:
+        shape = (2, kv_len) if mask == "keys" else (2, q_len, kv_len)
+        seen_options["mask"] = generator.random(shape) < 0.6
+        if mask == "rows":
+            seen_options["mask"][1, 0] = False
+        options["mask"] = to_torch(seen_options["mask"], "bool")
+    scores = {key: options[key] for key in ("softcap", "scale") if key in options}
+    if options.pop("sinks", False):
+        scores["sinks"] = generator.standard_normal(heads[0]).astype(np.float32)
+        options["sinks"] = to_torch(scores["sinks"])
+    seen = reference.visible_keys(2, q_len, kv_len, **seen_options)
+    exact = (tensor.float().numpy() for tensor in (q, k, v))
+    expected, _ = reference.attention(*exact, seen, **scores)
+    for entry in (backend.fwd_prefill, backend.fwd_decode)[: 2 if q_len == 1 else 1]:
+        out = entry(q, k, v, **options)
+        assert out.dtype == q.dtype
+        np.testing.assert_allclose(
+            out.float().numpy(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+        )
+
+
+def test_dense_keys_that_nobody_sees_may_hold_anything(backend):
+    generator = np.random.default_rng(5)
+    q, k, v = (generator.standard_normal((1, 3, 2, 32), np.float32) for _ in range(3))
+    wide_k, wide_v = (np.full((1, 8, 2, 32), np.nan, np.float32) for _ in range(2))
+    wide_k[:, :3], wide_v[:, :3] = k, v
+    plain = backend.fwd_prefill(*map(to_torch, (q, k, v)), causal_offset=0)
+    out = backend.fwd_prefill(*map(to_torch, (q, wide_k, wide_v)), causal_offset=0)
+    np.testing.assert_allclose(out, plain, rtol=1e-6, atol=1e-7)
+    mask = to_torch(np.arange(8)[None] < 3, "bool")
+    out = backend.fwd_prefill(*map(to_torch, (q, wide_k, wide_v)), mask=mask, causal_offset=0)
+    np.testing.assert_allclose(out, plain, rtol=1e-5, atol=1e-6)
+
+
+# ---- paged ------------------------------------------------------------------------------------
+
+
+def make_cache(page_size=4, dtype="float32", **changes):
+    import torch
+
+    from astrai.kv_cache import KVCache
+
+    sizes = {"max_batch": 8, "max_context": 128, "max_step_tokens": 64} | changes
+    kv = KVCache(Shape(), 120, page_size, getattr(torch, dtype), "cpu", **sizes)
+    kv.storage.fill_(float("nan"))
+    return kv
+
+
+def run_step(backend, kv, tasks, q_lens, generator, history, options, dtype, pad_to=0):
+    """One step of random rows on layer 1; checks every real row and returns the output."""
+    for task, count in zip(tasks, q_lens, strict=True):
+        assert kv.pool.try_reserve(task, count)
+    step = kv.bind(tasks, q_lens, pad_to=pad_to)
+    total = step.num_row_tokens
+    q, k, v = (
+        to_torch(generator.standard_normal((total, heads, 32), np.float32), dtype)
+        for heads in (6, 2, 2)
+    )
+    entry = backend.fwd_decode if step.phase == "decode" else backend.fwd_prefill
+    out = entry(q, k, v, kv=kv, layer_id=1, **options)
+    assert out.shape == q.shape
+    sinks = options.get("sinks")
+    row = 0
+    for task, count in zip(tasks, q_lens, strict=True):
+        rows = slice(row, row + count)
+        row += count
+        keys, values = history.setdefault(task, ([], []))
+        keys.append(k[rows].float().numpy())
+        values.append(v[rows].float().numpy())
+        all_k, all_v = np.concatenate(keys)[None], np.concatenate(values)[None]
+        length = all_k.shape[1]
+        seen = reference.visible_keys(
+            1, count, length, causal_offset=length - count, window=options.get("window", -1)
+        )
+        expected, _ = reference.attention(
+            q[None, rows].float().numpy(),
+            all_k,
+            all_v,
+            seen,
+            softcap=options.get("softcap", 0.0),
+            sinks=None if sinks is None else sinks.numpy(),
+            scale=options.get("scale"),
+        )
+        np.testing.assert_allclose(
+            out[None, rows].float().numpy(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+        )
+        kv.pool.append(task, count)
+    return out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("name", ["plain", "window", "everything"])
+def test_paged_steps(backend, page_size, name, dtype):
+    """Prefill, chunks beside decodes, decodes, a fork that diverges; unused slots are NaN."""
+    options = {"plain": {}, "window": {"window": 6}}.get(name)
+    if options is None:
+        sinks = np.linspace(-1, 1, 6).astype(np.float32)
+        options = {"window": 11, "softcap": 4.0, "scale": 0.2, "sinks": to_torch(sinks)}
+    generator = np.random.default_rng(page_size)
+    kv = make_cache(page_size, dtype)
+    history: dict = {}
+
+    def step(tasks, q_lens):
+        run_step(backend, kv, tasks, q_lens, generator, history, options, dtype)
+
+    for task in (10, 11, 12):
+        kv.pool.add_task(task)
+    step([10, 11], [5, 17])
+    step([11, 12, 10], [1, 9, 1])
+    step([10, 11, 12], [1, 1, 1])
+    kv.pool.fork(11, 13)
+    history[13] = tuple(list(part) for part in history[11])
+    step([11, 13, 12], [1, 1, 1])
+    step([13, 11], [2, 1])
+    kv.pool.check_integrity()
+
+
+def test_padding_requests_write_nowhere_and_give_zeros(backend):
+    kv = make_cache()
+    kv.pool.add_task(1)
+    generator, history = np.random.default_rng(0), {}
+    run_step(backend, kv, [1], [3], generator, history, {}, "float32")
+    before = kv.storage.clone()
+    out = run_step(backend, kv, [1], [1], generator, history, {}, "float32", pad_to=4)
+    assert kv.step.num_rows == 4
+    assert not out[1:].any()
+    changed = (before.nan_to_num(9.0) != kv.storage.nan_to_num(9.0)).flatten(4).any(-1)
+    assert changed[:, 1].sum() == 2  # one slot of K, one of V
+    assert not changed[:, 0].any()
+
+
+def test_paged_mask_hides_keys(backend):
+    kv = make_cache()
+    kv.pool.add_task(1)
+    generator = np.random.default_rng(3)
+    run_step(backend, kv, [1], [9], generator, {}, {}, "float32")
+    assert kv.pool.try_reserve(1, 1)
+    kv.bind([1], [1])
+    q, k, v = (
+        to_torch(generator.standard_normal((1, heads, 32), np.float32)) for heads in (6, 2, 2)
+    )
+    only_last = to_torch(np.arange(10)[None] == 9, "bool")
+    out = backend.fwd_decode(q, k, v, kv=kv, layer_id=1, mask=only_last)
+    np.testing.assert_allclose(out, v.repeat_interleave(3, dim=1), rtol=1e-6)
+
+
+def test_paged_calls_take_positions_from_the_cache(backend):
+    kv = make_cache()
+    kv.pool.add_task(1)
+    assert kv.pool.try_reserve(1, 1)
+    kv.bind([1], [1])
+    q, k = to_torch(np.ones((1, 6, 32), np.float32)), to_torch(np.ones((1, 2, 32), np.float32))
+    for entry in (backend.fwd_decode, backend.fwd_prefill):
+        with pytest.raises(ValueError, match="causal_offset 3 with a KV cache; expected -1"):
+            entry(q, k, k, kv=kv, causal_offset=3)
+
+
+# ---- bad arguments, gradients -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "message"),
+    [
+        (((1, 4, 6, 32), (1, 5, 4, 32), (1, 5, 4, 32)), {}, "heads"),
+        (((1, 4, 6, 32), (2, 5, 2, 32), (2, 5, 2, 32)), {}, "k"),
+        (((1, 4, 6, 32), (1, 5, 2, 32), (1, 6, 2, 32)), {}, "v"),
+        (((4, 6, 32), (1, 5, 2, 32), (1, 5, 2, 32)), {}, "q has shape"),
+        (((1, 4, 6, 32), (1, 5, 2, 32), (1, 5, 2, 32)), {"window": 0}, "window"),
+        (((1, 4, 6, 32), (1, 5, 2, 32), (1, 5, 2, 32)), {"softcap": -1.0}, "softcap"),
+        (((1, 4, 6, 32), (1, 5, 2, 32), (1, 5, 2, 32)), {"causal_offset": -2}, "causal_offset"),
+        (((1, 4, 6, 32), (1, 5, 2, 32), (1, 5, 2, 32)), {"mask": (1, 4)}, "mask"),
+        (((1, 4, 6, 32), (1, 5, 2, 32), (1, 5, 2, 32)), {"sinks": 5}, "sinks"),
+    ],
+)
+def test_bad_dense_arguments(backend, shapes, options, message):
+    import torch
+
+    options = dict(options)
+    if "mask" in options:
+        options["mask"] = torch.ones(options["mask"], dtype=torch.bool)
+    if "sinks" in options:
+        options["sinks"] = torch.ones(options["sinks"])
+    with pytest.raises(ValueError, match=message):
+        backend.fwd_prefill(*(torch.ones(shape) for shape in shapes), **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal_offset": 0},
+        {"causal_offset": 1, "window": 2},
+        {"causal_offset": 0, "softcap": 2.0, "sinks": True},
+        {"mask": True},
+    ],
+)
+def test_torch_native_is_differentiable(options):
+    import torch
+
+    from astrai.attention import TorchNativeBackend
+
+    torch.manual_seed(0)
+    options = dict(options)
+    q, k, v = (
+        torch.randn(2, length, heads, 4, dtype=torch.float64, requires_grad=True)
+        for length, heads in ((3, 4), (4, 2), (4, 2))
+    )
+    inputs = [q, k, v]
+    if options.pop("mask", False):
+        keep = torch.rand(2, 3, 4) < 0.5
+        keep[0, 0] = False  # a row that sees nothing has a gradient of zero, not NaN
+        options["mask"] = keep
+    if options.pop("sinks", False):
+        inputs.append(torch.randn(4, dtype=torch.float64, requires_grad=True))
+
+    def run(q, k, v, sinks=None):
+        return TorchNativeBackend().fwd_prefill(q, k, v, sinks=sinks, **options)
+
+    assert torch.autograd.gradcheck(run, inputs)
