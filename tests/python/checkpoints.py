@@ -83,11 +83,13 @@ def save_reference(model, directory: Path, shard_size: str = "5GB") -> Path:
 
 
 def reference_logits(model, input_ids):
-    """float32 logits of a transformers model."""
+    """Logits of a transformers model, computed in float64 and rounded to float32."""
+    import copy
+
     import torch
 
     with torch.no_grad():
-        return model(input_ids).logits.float()
+        return copy.deepcopy(model).double()(input_ids).logits.float()
 
 
 def permute_for_gguf(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -160,20 +162,15 @@ def _add_tensor(writer, name: str, values: np.ndarray, kind) -> None:
 
 
 def _gguf_tensors(model):
-    from astrai.loading.gguf import _BLOCK_NAMES, _TOP_NAMES
+    from astrai.loading.gguf import gguf_name
 
     config = model.config
-    blocks = {there: here for here, there in _BLOCK_NAMES.items()}
-    tops = {there: here for here, there in _TOP_NAMES.items()}
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, tensor in model.state_dict().items():
         values = tensor.float().numpy()
-        if name in tops:
-            if name == "lm_head.weight" and config.tie_word_embeddings:
-                continue
-            yield tops[name], values
+        if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        _, _, layer, *middle, kind = name.split(".")
-        if middle[-1] in heads:
-            values = permute_for_gguf(values, heads[middle[-1]])
-        yield f"blk.{layer}.{blocks['.'.join(middle)]}.{kind}", values
+        projection = name.split(".")[-2]
+        if projection in heads:
+            values = permute_for_gguf(values, heads[projection])
+        yield gguf_name(name), values

@@ -49,6 +49,10 @@ class Checkpoint(ABC):
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Write tensor `name`, converted, to `out`: same shape, any float dtype."""
 
+    def stored_name(self, name: str) -> str:
+        """The name that tensor `name` has, or would have, in the file itself."""
+        return name
+
     def ignores(self, name: str) -> bool:
         """Whether tensor `name` is known to carry nothing that a model needs."""
         return name.endswith("rotary_emb.inv_freq")
@@ -82,11 +86,12 @@ def check_tensors(checkpoint: Checkpoint, plans: Iterable[ParameterPlan]) -> Non
         for source in plan.sources:
             wanted.add(source.name)
             stored = checkpoint.tensors.get(source.name)
+            name = checkpoint.stored_name(source.name)
             if stored is None:
-                problems.append(f"tensor {source.name!r} is missing")
+                problems.append(f"tensor {name!r} is missing")
             elif stored.shape != source.shape:
                 problems.append(
-                    f"tensor {source.name!r} in {stored.file} has shape {list(stored.shape)}; "
+                    f"tensor {name!r} in {stored.file} has shape {list(stored.shape)}; "
                     f"expected {list(source.shape)}"
                 )
         # The plan may be as long as a corrupt config claims; a few names say enough.

@@ -38,6 +38,9 @@ _BLOCK_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_HF_TOP_NAMES = {there: here for here, there in _TOP_NAMES.items()}
+_LAYER_NAMES = {there: here for here, there in _BLOCK_NAMES.items()}
+_LAYER = re.compile(r"model\.layers\.(\d+)\.([a-z_.]+)\.(weight|bias)")
 _BLOCK = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
 _QUERY_OR_KEY = re.compile(r"self_attn\.([qk])_proj\.(?:weight|bias)$")
 _DTYPES = {
@@ -70,6 +73,9 @@ class GGUFCheckpoint(Checkpoint):
             for name, tensor in self._by_name.items()
         }
         self.config = self._read_config()
+
+    def stored_name(self, name: str) -> str:
+        return gguf_name(name)
 
     def ignores(self, name: str) -> bool:
         return name == _ROPE_FACTORS or super().ignores(name)
@@ -208,6 +214,14 @@ def hf_name(name: str) -> str:
     if match and match[2] in _BLOCK_NAMES:
         return f"model.layers.{match[1]}.{_BLOCK_NAMES[match[2]]}.{match[3]}"
     return _TOP_NAMES.get(name, name)
+
+
+def gguf_name(name: str) -> str:
+    """The GGUF name of a Hugging Face tensor: the inverse of hf_name."""
+    match = _LAYER.fullmatch(name)
+    if match and match[2] in _LAYER_NAMES:
+        return f"blk.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
+    return _HF_TOP_NAMES.get(name, name)
 
 
 def read_generation_defaults(header: GGUFHeader) -> dict[str, Any]:

@@ -71,8 +71,7 @@ class HFCheckpoint(Checkpoint):
         from safetensors import SafetensorError, safe_open
 
         try:
-            handle = safe_open(path, framework="pt", device="cpu")
-            handle = handle.__enter__()
+            handle: Any = safe_open(path, framework="pt", device="cpu")
             tensors = {}
             for name in handle.keys():  # noqa: SIM118 - the handle is not a mapping
                 part = handle.get_slice(name)

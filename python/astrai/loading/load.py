@@ -161,8 +161,9 @@ def resolve_device(device: str | torch.device) -> torch.device:
         raise ValueError(
             f"load_model: device {device!r}; expected 'auto', 'cpu' or 'cuda'"
         ) from None
-    if resolved.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"load_model: device {device!r}, but torch sees no GPU; expected 'cpu'")
     if resolved.type not in ("cpu", "cuda"):
         raise ValueError(f"load_model: device {device!r}; expected 'auto', 'cpu' or 'cuda'")
+    num_gpus = torch.cuda.device_count()
+    if resolved.type == "cuda" and (resolved.index or 0) >= num_gpus:
+        raise ValueError(f"load_model: device {device!r}, but torch sees {num_gpus} GPUs")
     return resolved

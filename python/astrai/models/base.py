@@ -168,8 +168,8 @@ class CausalLM(nn.Module, ABC):
 
     def _apply(self, fn: Any, recurse: bool = True) -> CausalLM:
         self.unbind()
-        super()._apply(fn, recurse)
-        return self
+        moved: CausalLM = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return moved
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As nn.Module.load_state_dict."""
@@ -262,7 +262,7 @@ def _dense_attend(entry: Callable[..., torch.Tensor], batch: int, length: int) -
     """Causal attention inside each of `batch` sequences of `length` rows that lie in a row."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int) -> torch.Tensor:
-        q, k, v = (part.unflatten(0, (batch, length)) for part in (q, k, v))
+        q, k, v = (part.reshape(batch, length, *part.shape[1:]) for part in (q, k, v))
         return entry(q, k, v, layer_id=layer_id, causal_offset=0).flatten(0, 1)
 
     return attend

@@ -59,13 +59,7 @@ def read_tokenizer(metadata: Mapping[str, Any], source: str) -> Tokenizer:
         raise ValueError(f"{source}: {_PREFIX}model {model!r}; expected 'gpt2' (byte-level BPE)")
     rule = _pre_tokenizer_rule(metadata, source)
     tokens = _strings(metadata, "tokens", source)
-    merges = [tuple(m.split(" ", 1)) for m in _strings(metadata, "merges", source)]
-    malformed = next((i for i, pair in enumerate(merges) if len(pair) != 2), None)
-    if malformed is not None:
-        raise ValueError(
-            f"{source}: {_PREFIX}merges[{malformed}] {merges[malformed][0]!r}; "
-            "expected two entries with a space between them"
-        )
+    merges = _merges(metadata, source)
     # Of two entries with the same text the first one is the one that encoding gives.
     vocab = {token: index for index, token in reversed(list(enumerate(tokens)))}
     try:
@@ -87,10 +81,13 @@ def read_tokenizer(metadata: Mapping[str, Any], source: str) -> Tokenizer:
             if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
         ]
     )
+    # Entries whose text occurred before can be sampled, though encoding never gives them.
+    repeated = {i: decode_byte_level(t) for i, t in enumerate(tokens) if vocab[t] != i}
     bos, eos = (_token_id(metadata, f"{n}_token_id", len(tokens), source) for n in ("bos", "eos"))
     return Tokenizer(
         backend,
         decode_byte_level,
+        more_pieces=repeated,
         bos_token_id=bos,
         eos_token_id=eos,
         # Llama 3 files from before the flag existed rely on BOS being added.
@@ -149,6 +146,19 @@ def _strings(metadata: Mapping[str, Any], name: str, source: str) -> list[str]:
     if not isinstance(value, list) or not value:
         raise ValueError(f"{source}: {_PREFIX}{name} is missing or empty; expected strings")
     return value
+
+
+def _merges(metadata: Mapping[str, Any], source: str) -> list[tuple[str, str]]:
+    merges: list[tuple[str, str]] = []
+    for line in _strings(metadata, "merges", source):
+        left, space, right = line.partition(" ")
+        if not left or not space or not right:
+            raise ValueError(
+                f"{source}: {_PREFIX}merges[{len(merges)}] {line!r}; "
+                "expected two entries with a space between them"
+            )
+        merges.append((left, right))
+    return merges
 
 
 def _token_types(metadata: Mapping[str, Any], count: int, source: str) -> list[int]:

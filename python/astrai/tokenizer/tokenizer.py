@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from astrai.tokenizer.pieces import PieceDecoder
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
     import tokenizers
 
 logger = logging.getLogger(__name__)
+
+
+# The library takes ids as unsigned 32-bit integers.
+_MAX_ID = 2**32 - 1
 
 
 class Tokenizer:
@@ -31,6 +36,7 @@ class Tokenizer:
         add_bos: bool | None = None,
         add_eos: bool = False,
         strip_leading_space: bool = False,
+        more_pieces: Mapping[int, bytes] | None = None,
     ) -> None:
         """Wrap a `tokenizers.Tokenizer`.
 
@@ -38,6 +44,7 @@ class Tokenizer:
         add_bos              whether encode adds BOS and, with add_eos, EOS; None leaves both to
                              the backend's post-processor
         strip_leading_space  whether decode drops one space at the start, which encode put there
+        more_pieces          bytes of ids that the backend does not know
         Raises ValueError if BOS or EOS is to be added and has no id.
         """
         for what, wanted, token_id in (
@@ -56,10 +63,14 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.bos_token_id, self.eos_token_id = bos_token_id, eos_token_id
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self.vocab_size = max(
-            backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1
-        )
         self._pieces = {i: token.content.encode("utf-8") for i, token in added.items()}
+        self._pieces.update(more_pieces or {})
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the highest id; ids below it may be unused."""
+        ids = self._backend.get_vocab(with_added_tokens=True).values()
+        return max(max(ids, default=-1), max(self._pieces, default=-1)) + 1
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.
@@ -76,10 +87,10 @@ class Tokenizer:
             encoding = self._backend.encode(
                 text, add_special_tokens=add_special_tokens and not own_rule
             )
-        except UnicodeEncodeError as problem:
-            raise ValueError(
-                f"encode: text has a lone surrogate at {problem.start}; expected valid Unicode"
-            ) from None
+        # The library says no more than "must be str" about text that has no UTF-8.
+        except TypeError:
+            _check_unicode(text)
+            raise
         ids: list[int] = encoding.ids
         if not add_special_tokens:
             return ids
@@ -110,9 +121,10 @@ class Tokenizer:
         the padded rows of an embedding can produce."""
         piece = self._pieces.get(token_id)
         if piece is None:
-            entry = self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
-            piece = b"" if entry is None else self._decode_piece(entry)
-            self._pieces[token_id] = piece
+            entry = self.token_text(token_id)
+            if entry is None:
+                return b""
+            piece = self._pieces[token_id] = self._decode_piece(entry)
         return piece
 
     def token_to_id(self, token: str) -> int | None:
@@ -121,8 +133,17 @@ class Tokenizer:
         return token_id
 
     def token_text(self, token_id: int | None) -> str | None:
-        """Spelling of a control token for a chat template; None for None or an unknown id."""
-        if token_id is None or not 0 <= token_id < self.vocab_size:
+        """Spelling of an id in the files; None for None or an unknown id."""
+        if token_id is None or not 0 <= token_id <= _MAX_ID:
             return None
         text: str | None = self._backend.id_to_token(token_id)
         return text
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as problem:
+        raise ValueError(
+            f"encode: text has a lone surrogate at {problem.start}; expected valid Unicode"
+        ) from None

@@ -39,9 +39,9 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x [B, L, hidden] or [T, hidden] -> the same shape; causality is step.attend's matter."""
         leading = x.shape[:-1]
-        split = (self.num_q_heads, self.num_kv_heads, self.num_kv_heads)
+        split = [self.num_q_heads, self.num_kv_heads, self.num_kv_heads]
         heads = self.qkv_proj(x).view(-1, sum(split), self.head_dim)
-        q, k, v = heads.split(split, dim=1)
+        q, k, v = torch.split(heads, split, dim=1)
         if self.rotary_dim:
             q, k = apply_rotary_emb(
                 q, k, step.positions, step.cos_sin, interleaved=self.interleaved

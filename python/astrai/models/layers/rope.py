@@ -24,14 +24,14 @@ def build_inv_freq(config: ModelConfig) -> torch.Tensor:
     """
     width = config.rotary_dim
     exponents = torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / max(width, 1)
-    inv_freq = config.rope_theta**-exponents
+    inv_freq = torch.pow(config.rope_theta, -exponents)
     scaling = config.rope_scaling
     check_rope_scaling(scaling)
     kind = rope_type(scaling)
     if kind == "default" or scaling is None:
         return inv_freq
     if kind == "linear":
-        return inv_freq / scaling["factor"]
+        return inv_freq / float(scaling["factor"])
     if kind == "factors":
         factors = torch.tensor(scaling["factors"], dtype=torch.float64, device="cpu")
         if factors.numel() != inv_freq.numel():
@@ -44,12 +44,12 @@ def build_inv_freq(config: ModelConfig) -> torch.Tensor:
 
 
 def _llama3_inv_freq(inv_freq: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
-    context = scaling["original_max_position_embeddings"]
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    context = float(scaling["original_max_position_embeddings"])
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
     turns = context * inv_freq / (2 * math.pi)
     # 0 where a frequency turns at most `low` times within the original context, 1 from `high` on.
     keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return inv_freq * keep + inv_freq / scaling["factor"] * (1 - keep)
+    return inv_freq * keep + inv_freq / float(scaling["factor"]) * (1 - keep)
 
 
 def build_cos_sin(inv_freq: torch.Tensor, num_positions: int) -> torch.Tensor:

@@ -49,6 +49,6 @@ class StepBuffers:
         self.normed = torch.empty_like(embedded)
         self.qkv = embedded.new_empty(rows, (num_q + 2 * num_kv) * width)
         heads = self.qkv.view(rows, num_q + 2 * num_kv, width)
-        self.q, self.k, self.v = heads.split((num_q, num_kv, num_kv), dim=1)
+        self.q, self.k, self.v = torch.split(heads, [num_q, num_kv, num_kv], dim=1)
         self.gate_up = embedded.new_empty(rows, 2 * config.intermediate_size)
         self.inner = embedded.new_empty(rows, config.intermediate_size)
