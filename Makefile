@@ -41,7 +41,7 @@ TIDY_FILES := $(filter cpp/%.cpp,$(CPP_FILES))
 PY_PATHS := python scripts tests examples benchmarks
 # What the installed package is made of.
 PACKAGE_FILES := pyproject.toml CMakeLists.txt README.md LICENSE $(filter cpp/%,$(CPP_FILES)) \
-	$(shell find cpp python cmake -type f \( -name '*.py' -o -name '*.pyi' -o -name '*.txt' \
+	$(shell find cpp python cmake -type f \( -name '*.py' -o -name '*.txt' \
 	-o -name '*.cmake' -o -name '*.typed' -o -name '*.jinja' \) 2>/dev/null)
 TEST_CPP_FILES := $(filter tests/%,$(CPP_FILES))
 
@@ -70,6 +70,7 @@ lint: $(STAMPS)/install $(STAMPS)/test-tools ## check formats, ruff and types
 	$(BIN)/ruff check $(PY_PATHS)
 	$(BIN)/ruff format --check $(PY_PATHS)
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+	cp $(RELEASE)/extension/_ext.pyi python/astrai/extension/lib/  # so that mypy sees the module
 	$(BIN)/mypy python/astrai
 
 .PHONY: tidy
