@@ -11,6 +11,8 @@
 #   PYTHON=python3.12              interpreter that .venv is made from
 #   VENV=.venv  BUILD=build        where the environment and the builds go
 #   JOBS=2                         parallel compile jobs
+#   CUDA=OFF                       leave CUDA kernels out (AUTO: in, where nvcc is found; ON: required)
+#   CUDA_ARCHITECTURES=90a         compile them for fewer GPUs than the default list
 
 SHELL := /bin/sh
 .SHELLFLAGS := -eu -c
@@ -22,12 +24,19 @@ VENV ?= .venv
 BUILD ?= build
 JOBS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
+CUDA ?= AUTO
+CUDA_ARCHITECTURES ?=
+
 BIN := $(abspath $(VENV))/bin
 STAMPS := $(VENV)/stamps
 RELEASE := $(BUILD)/release
 SANITIZE := $(BUILD)/sanitize
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet -c constraints.txt
+CMAKE_CHOICES := --config-settings=cmake.define.ASTRAI_CUDA=$(CUDA)
+ifneq ($(CUDA_ARCHITECTURES),)
+CMAKE_CHOICES += "--config-settings=cmake.define.ASTRAI_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)"
+endif
 
 # One build tree serves pip, ctest and clang-tidy; ccache, where there is one, keeps rebuilds short.
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
@@ -127,7 +136,7 @@ $(STAMPS)/build-tools: pyproject.toml constraints.txt scripts/requirements.py $(
 $(STAMPS)/install: $(PACKAGE_FILES) $(STAMPS)/build-tools
 	@echo "Building and installing astrai; the first time takes a few minutes."
 	PATH="$(BIN):$$PATH" $(INSTALL) --no-build-isolation \
-		--config-settings=build-dir=$(RELEASE) .
+		--config-settings=build-dir=$(RELEASE) $(CMAKE_CHOICES) .
 	@touch $@
 
 $(STAMPS)/model: constraints.txt $(STAMPS)/venv

@@ -24,6 +24,9 @@ if(NOT ASTRAI_CUDA_ARCHITECTURES_BUILT)
                       "one that nvcc ${CUDAToolkit_VERSION} knows")
 endif()
 
+# As text: a list would be split at its semicolons where it becomes a macro.
+list(JOIN ASTRAI_CUDA_ARCHITECTURES_BUILT ", " ASTRAI_CUDA_ARCHITECTURES_BUILT)
+
 if(NOT CMAKE_CUDA_COMPILER)
   set(CMAKE_CUDA_COMPILER "${CUDAToolkit_NVCC_EXECUTABLE}")
 endif()
