@@ -11,8 +11,8 @@
 #   PYTHON=python3.12              interpreter that .venv is made from
 #   VENV=.venv  BUILD=build        where the environment and the builds go
 #   JOBS=2                         parallel compile jobs
-#   CUDA=OFF                       leave CUDA kernels out (AUTO: in, where nvcc is found; ON: required)
-#   CUDA_ARCHITECTURES=90a         compile them for fewer GPUs than the default list
+#   ASTRAI_CUDA=OFF                leave CUDA kernels out (AUTO: in where nvcc is found; ON: needed)
+#   ASTRAI_CUDA_ARCHITECTURES=90a  compile them for fewer GPUs than the default list
 
 SHELL := /bin/sh
 .SHELLFLAGS := -eu -c
@@ -24,8 +24,8 @@ VENV ?= .venv
 BUILD ?= build
 JOBS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
-CUDA ?= AUTO
-CUDA_ARCHITECTURES ?=
+ASTRAI_CUDA ?= AUTO
+ASTRAI_CUDA_ARCHITECTURES ?=
 
 BIN := $(abspath $(VENV))/bin
 STAMPS := $(VENV)/stamps
@@ -33,9 +33,9 @@ RELEASE := $(BUILD)/release
 SANITIZE := $(BUILD)/sanitize
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet -c constraints.txt
-CMAKE_CHOICES := --config-settings=cmake.define.ASTRAI_CUDA=$(CUDA)
-ifneq ($(CUDA_ARCHITECTURES),)
-CMAKE_CHOICES += "--config-settings=cmake.define.ASTRAI_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)"
+CMAKE_CHOICES := --config-settings=cmake.define.ASTRAI_CUDA=$(ASTRAI_CUDA)
+ifneq ($(ASTRAI_CUDA_ARCHITECTURES),)
+CMAKE_CHOICES += "--config-settings=cmake.define.ASTRAI_CUDA_ARCHITECTURES=$(ASTRAI_CUDA_ARCHITECTURES)"
 endif
 
 # One build tree serves pip, ctest and clang-tidy; ccache, where there is one, keeps rebuilds short.
