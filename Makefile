@@ -42,6 +42,7 @@ endif
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 ifneq ($(shell command -v ccache 2>/dev/null),)
 export CMAKE_CXX_COMPILER_LAUNCHER ?= ccache
+export CMAKE_CUDA_COMPILER_LAUNCHER ?= ccache
 endif
 
 CPP_FILES := $(shell find cpp tests/cpp benchmarks -type f \( -name '*.cpp' -o -name '*.h' \
