@@ -24,41 +24,54 @@ def config(**overrides) -> ModelConfig:
     return ModelConfig(**values)
 
 
-def rotate_unit(lane: int, **overrides):
-    """Head of width 16 with a one in `lane`, rotated at position 3 by hand from the table."""
+def rotate_unit(lane: int, in_torch: bool, **overrides):
+    """Head of width 16 with a one in `lane`, rotated at position 3."""
     import torch
 
+    from astrai.attention.rotary import apply_rotary_emb, rotate
     from astrai.models.layers.rope import RotaryTable
 
     table = RotaryTable(config(**overrides))
-    cos, sin = table.cos_sin(4, torch.device("cpu"))[3].chunk(2)
-    half = cos.numel()
-    x = torch.zeros(16)
-    x[lane] = 1.0
-    first = [2 * i for i in range(half)] if table.interleaved else list(range(half))
-    second = [i + 1 for i in first] if table.interleaved else [i + half for i in first]
-    a, b = x[first].clone(), x[second].clone()
-    x[first], x[second] = a * cos - b * sin, b * cos + a * sin
-    return x
+    x = torch.zeros(1, 1, 16)
+    x[..., lane] = 1.0
+    turn = rotate if in_torch else apply_rotary_emb
+    cos_sin = table.cos_sin(4, torch.device("cpu"))
+    turned, _ = turn(x, x.clone(), torch.tensor([3]), cos_sin, interleaved=table.interleaved)
+    return turned.flatten().tolist()
 
 
-def test_partial_rotation_uses_the_rotary_width_for_frequencies_and_pairs():
-    quarter = {"rotary_dim": 4}
-    e0, e1, e5 = (rotate_unit(lane, **quarter) for lane in (0, 1, 5))
-    assert e0[0].item() == pytest.approx(-0.989992, abs=1e-6)
-    assert e0[2].item() == pytest.approx(0.141120, abs=1e-6)
-    assert e1[1].item() == pytest.approx(0.999550, abs=1e-6)
-    assert e1[3].item() == pytest.approx(0.029996, abs=1e-6)
-    assert e5.tolist() == [1.0 if lane == 5 else 0.0 for lane in range(16)]
+in_torch_too = pytest.mark.parametrize("in_torch", [False, True], ids=["kernel", "torch"])
 
 
-def test_interleaved_pairs_are_neighbours():
-    e0 = rotate_unit(0, rotary_dim=4, rope_interleaved=True)
-    e2 = rotate_unit(2, rotary_dim=4, rope_interleaved=True)
-    assert e0[0].item() == pytest.approx(-0.989992, abs=1e-6)
-    assert e0[1].item() == pytest.approx(0.141120, abs=1e-6)
-    assert e2[2].item() == pytest.approx(0.999550, abs=1e-6)
-    assert e2[3].item() == pytest.approx(0.029996, abs=1e-6)
+@in_torch_too
+def test_partial_rotation_uses_the_rotary_width_for_frequencies_and_pairs(in_torch):
+    e0, e1, e5 = (rotate_unit(lane, in_torch, rotary_dim=4) for lane in (0, 1, 5))
+    assert (e0[0], e0[2]) == pytest.approx((-0.989992, 0.141120), abs=1e-6)
+    assert (e1[1], e1[3]) == pytest.approx((0.999550, 0.029996), abs=1e-6)
+    assert e0[4:] == e1[4:] == [0.0] * 12
+    assert e5 == [1.0 if lane == 5 else 0.0 for lane in range(16)]
+
+
+@in_torch_too
+def test_interleaved_pairs_are_neighbours(in_torch):
+    e0, e2 = (rotate_unit(lane, in_torch, rotary_dim=4, rope_interleaved=True) for lane in (0, 2))
+    assert (e0[0], e0[1]) == pytest.approx((-0.989992, 0.141120), abs=1e-6)
+    assert (e2[2], e2[3]) == pytest.approx((0.999550, 0.029996), abs=1e-6)
+
+
+def test_a_model_without_rotation_does_not_see_positions():
+    import torch
+
+    from astrai.models import get_model_class
+
+    torch.manual_seed(0)
+    model = get_model_class("llama")(
+        config(hidden_size=32, head_dim=32, rotary_dim=0, num_layers=2)
+    )
+    ids = torch.tensor([[1, 2, 3, 4]])
+    with torch.no_grad():
+        near, far = (model(ids, positions=torch.arange(4) + start) for start in (0, 50))
+    assert torch.equal(near, far)
 
 
 def test_width_zero_has_no_angles_and_the_default_is_the_whole_head():

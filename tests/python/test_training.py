@@ -101,6 +101,23 @@ def test_gradients_equal_transformers(tmp_path):
         torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-3)
 
 
+def test_a_model_loaded_and_run_in_inference_mode_still_trains(tmp_path):
+    import torch
+
+    from astrai.loading import load_model
+
+    directory = save_reference(make_reference(), tmp_path)
+    ids = torch.randint(0, 300, (1, 12))
+    with torch.inference_mode():
+        model = load_model(directory).model
+        model.compute_logits(model(ids))
+    model.requires_grad_()
+    loss = loss_of(model, ids)
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert loss_of(model, ids).item() < loss.item()
+
+
 def test_both_paths_give_the_same_logits_after_a_step():
     import torch
 

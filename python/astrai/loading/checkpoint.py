@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -132,18 +133,15 @@ def build_model(
 
     config = checkpoint.config
     check_tensors(checkpoint, model_class.parameter_plan(config))
-    with torch.device("meta"):
-        model = model_class(config)
-    model.to(dtype)
-    model.requires_grad_(False)
-    model.to_empty(device=device)
-    model.tie_weights()
     plans = list(model_class.parameter_plan(config))
-    total = sum(parameter.nbytes for parameter in model.parameters())
+    total = sum(math.prod(s.shape) for plan in plans for s in plan.sources) * dtype.itemsize
     done = 0
-    with torch.no_grad():
+    # A caller in inference mode still gets weights that can be trained later.
+    with torch.inference_mode(False), torch.no_grad():
+        with torch.device("meta"):
+            model = model_class(config)
         for plan in plans:
-            parameter = model.get_parameter(plan.path)
+            parameter = _allocate(model, plan.path, dtype, device)
             row = 0
             for source in plan.sources:
                 rows = source.shape[0]
@@ -152,5 +150,19 @@ def build_model(
             done += parameter.nbytes
             if progress is not None:
                 progress(done, total)
-    model.eval()
-    return model
+    model.tie_weights()
+    unfilled = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if unfilled:
+        raise RuntimeError(f"build_model: {unfilled} are in no plan of {model_class.__name__}")
+    return model.eval()
+
+
+def _allocate(model: CausalLM, path: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Replace a parameter on the meta device by uninitialised memory, without gradients."""
+    import torch
+
+    owner_path, _, name = path.rpartition(".")
+    owner = model.get_submodule(owner_path)
+    values = torch.empty(getattr(owner, name).shape, dtype=dtype, device=device)
+    setattr(owner, name, torch.nn.Parameter(values, requires_grad=False))
+    return values

@@ -15,8 +15,8 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
-# Values unpacked at once: bounds the scratch memory of a tensor to some tens of MB.
-_CHUNK_VALUES = 1 << 22
+# Values unpacked at once: few enough to stay in the cache, enough to make calls few.
+_CHUNK_VALUES = 1 << 20
 
 
 def dequantize_into(

@@ -64,6 +64,11 @@ class GGUFCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.source = str(path)
         self.header: GGUFHeader = read_header(path)
+        parts = self.header.metadata.get("split.count", 1)
+        if parts != 1:
+            raise ValueError(
+                f"{path}: metadata 'split.count' is {parts}; expected a model in one file"
+            )
         self._by_name: dict[str, GGUFTensor] = {}
         for name, tensor in self.header.tensors.items():
             self._check_type(tensor)

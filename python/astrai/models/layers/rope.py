@@ -85,5 +85,7 @@ class RotaryTable:
         rows = max(_FIRST_TABLE_ROWS, num_positions)
         if table is not None and table.shape[0] < num_positions:
             rows = max(rows, min(2 * table.shape[0], self._limit))
-        self._table = build_cos_sin(self._inv_freq, rows).to(device)
+        # The table outlives this pass, which may be in inference mode, and a later one may train.
+        with torch.inference_mode(False):
+            self._table = build_cos_sin(self._inv_freq, rows).to(device)
         return self._table
