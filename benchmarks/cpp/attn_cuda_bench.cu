@@ -1,0 +1,437 @@
+// Decode attention on one GPU: verifies each shape against the scalar kernel, then times it.
+//
+//   attn_cuda_bench [--json FILE] [--quick] [--sweep] [--dense] [--fixed KEYS] [--page-size N]...
+//
+// Cold cache: a CUDA graph of launches over several copies of the pages, together larger than L2.
+// Times are medians over graph replays, in microseconds per launch, between device events; GB/s
+// count each visible key and value once. The read bandwidth of the device is measured in the same
+// run, over a buffer as large as the largest cache of keys. One JSON line per point.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "common/cuda_check.h"
+#include "common/cuda_device.h"
+#include "kernels/attention/attn_cuda_launch.h"
+#include "kernels/attention/attn_launch.h"
+
+namespace astrai::bench {
+namespace {
+
+constexpr int kReplays = 25;
+constexpr int64_t kColdBytes = 200'000'000;  // several times the L2 of any current device
+
+struct Shape {
+  int64_t num_q_heads, num_kv_heads, head_dim;
+};
+constexpr Shape kShapes[] = {{32, 8, 128}, {24, 4, 64}, {16, 8, 128}, {9, 3, 64}, {8, 1, 256}};
+
+struct Point {
+  int64_t num_requests, context;
+};
+constexpr Point kPoints[] = {{1, 512},  {1, 4096},  {1, 32768}, {1, 131072}, {8, 512},
+                             {8, 4096}, {8, 32768}, {64, 512},  {64, 4096},  {256, 1024}};
+
+// What FlashInfer 0.6.12 (paged, page size 16, its better variant) and cuDNN (contiguous) took on an
+// H200 for the same grid, in microseconds; 0 = not measured. For the table's ratio only: a run with
+// the peers beside is benchmarks/python/attn_peers.py.
+struct PeerTimes {
+  double flashinfer[10];
+  double cudnn[10];
+};
+constexpr PeerTimes kPeers[] = {
+    {{7.9, 12.7, 42.9, 133.9, 12.6, 43.2, 249, 44.1, 249, 260},
+     {7.9, 12.0, 39.4, 0, 9.8, 39.0, 242, 38.5, 241, 245}},
+    {{8.3, 9.1, 18.3, 45.8, 8.9, 18.4, 79.3, 15.8, 74.4, 81.5},
+     {6.5, 7.0, 15.8, 0, 6.6, 14.4, 68.9, 12.1, 66.7, 68.1}},
+    {{7.9, 11.6, 42.6, 134.2, 11.3, 42.3, 249, 41.6, 250, 260},
+     {8.0, 11.8, 39.5, 0, 9.9, 39.1, 244, 37.9, 242, 242}},
+};
+
+class DeviceMemory {
+ public:
+  explicit DeviceMemory(int64_t bytes) {
+    ASTRAI_CHECK_CUDA(cudaMalloc(&data_, static_cast<size_t>(bytes)));
+  }
+  ~DeviceMemory() { cudaFree(data_); }
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+  void* data() const { return data_; }
+
+ private:
+  void* data_ = nullptr;
+};
+
+// Values in about [-1.7, 1.7] that differ from copy to copy: never zeros, which run faster.
+__global__ void fill_kernel(uint16_t* data, int64_t count, uint32_t seed) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    uint32_t x = static_cast<uint32_t>(i) * 2654435761u + seed * 40503u;
+    x ^= x >> 16;
+    x *= 2246822519u;
+    x ^= x >> 13;
+    const float value = (static_cast<float>(x & 0xffffu) / 65535.0f - 0.5f) * 3.4f;
+    data[i] = static_cast<uint16_t>(__float_as_uint(value) >> 16);
+  }
+}
+
+__global__ void read_kernel(const uint4* data, int64_t count, uint32_t* sink) {
+  constexpr int kBatch = 8;
+  uint32_t sum = 0;
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  for (; i + (kBatch - 1) * stride < count; i += kBatch * stride) {
+    uint4 value[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) value[j] = __ldcs(data + i + j * stride);
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) sum ^= value[j].x ^ value[j].y ^ value[j].z ^ value[j].w;
+  }
+  if (sum == 0x12345678u) *sink = sum;  // never, but the compiler cannot know
+}
+
+void fill(void* data, int64_t elements, uint32_t seed) {
+  fill_kernel<<<1024, 256>>>(static_cast<uint16_t*>(data), elements, seed);
+  ASTRAI_CHECK_CUDA(cudaGetLastError());
+}
+
+struct Timing {
+  double median_us = 0.0;
+  double spread_us = 0.0;  // between the quartiles
+};
+
+// Captures all launches as one graph and replays it.
+Timing time_graph(const std::vector<std::function<void(cudaStream_t)>>& launches) {
+  cudaStream_t stream = nullptr;
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t executable = nullptr;
+  ASTRAI_CHECK_CUDA(cudaStreamCreate(&stream));
+  for (const auto& launch : launches) launch(stream);
+  ASTRAI_CHECK_CUDA(cudaStreamSynchronize(stream));
+  ASTRAI_CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  for (const auto& launch : launches) launch(stream);
+  ASTRAI_CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
+  ASTRAI_CHECK_CUDA(cudaGraphInstantiate(&executable, graph, 0));
+  cudaEvent_t begin = nullptr, end = nullptr;
+  ASTRAI_CHECK_CUDA(cudaEventCreate(&begin));
+  ASTRAI_CHECK_CUDA(cudaEventCreate(&end));
+  std::vector<double> samples;
+  for (int i = 0; i < kReplays + 3; ++i) {
+    ASTRAI_CHECK_CUDA(cudaEventRecord(begin, stream));
+    ASTRAI_CHECK_CUDA(cudaGraphLaunch(executable, stream));
+    ASTRAI_CHECK_CUDA(cudaEventRecord(end, stream));
+    ASTRAI_CHECK_CUDA(cudaEventSynchronize(end));
+    float ms = 0.0f;
+    ASTRAI_CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
+    if (i >= 3) samples.push_back(ms * 1e3 / static_cast<double>(launches.size()));
+  }
+  ASTRAI_CHECK_CUDA(cudaEventDestroy(begin));
+  ASTRAI_CHECK_CUDA(cudaEventDestroy(end));
+  ASTRAI_CHECK_CUDA(cudaGraphExecDestroy(executable));
+  ASTRAI_CHECK_CUDA(cudaGraphDestroy(graph));
+  ASTRAI_CHECK_CUDA(cudaStreamDestroy(stream));
+  std::sort(samples.begin(), samples.end());
+  return {samples[samples.size() / 2],
+          samples[samples.size() * 3 / 4] - samples[samples.size() / 4]};
+}
+
+double measure_read_gbps() {
+  constexpr int64_t kBytes = int64_t{4} << 30;
+  const DeviceMemory buffer(kBytes);
+  const DeviceMemory sink(256);
+  fill(buffer.data(), kBytes / 2, 7);
+  double best = 0.0;
+  for (int blocks_per_sm : {4, 8, 16}) {
+    const int blocks = blocks_per_sm * cuda_device(0).num_sms;
+    const Timing timing = time_graph({[&](cudaStream_t stream) {
+      read_kernel<<<blocks, 256, 0, stream>>>(static_cast<const uint4*>(buffer.data()),
+                                              kBytes / 16, static_cast<uint32_t*>(sink.data()));
+    }});
+    best = std::max(best, kBytes / timing.median_us / 1e3);
+  }
+  return best;
+}
+
+struct Options {
+  std::string json_path;
+  bool quick = false;
+  bool sweep = false;
+  bool dense = false;
+  int64_t fixed_split_keys = 0;
+  std::vector<int64_t> page_sizes;
+};
+
+// One grid point: copies of the pages, shuffled page lists, a query and an output each.
+class DecodeProblem {
+ public:
+  DecodeProblem(const Shape& shape, const Point& point, int64_t page_size, bool dense)
+      : shape_(shape), point_(point), page_size_(page_size), dense_(dense) {
+    pages_each_ = (point.context + page_size - 1) / page_size;
+    num_pages_ = pages_each_ * point.num_requests;
+    kv_elements_ = num_pages_ * page_size * shape.num_kv_heads * shape.head_dim;
+    num_copies_ = std::clamp<int64_t>(kColdBytes / (kv_elements_ * 4) + 1, 2, 16);
+    // Keys and values of a copy in one allocation, keys first.
+    for (int64_t c = 0; c < num_copies_; ++c) {
+      kv_.push_back(std::make_unique<DeviceMemory>(kv_elements_ * 4));
+      fill(kv_.back()->data(), kv_elements_ * 2, static_cast<uint32_t>(c + 1));
+      q_.push_back(std::make_unique<DeviceMemory>(q_elements() * 2));
+      fill(q_.back()->data(), q_elements(), static_cast<uint32_t>(c + 100));
+      out_.push_back(std::make_unique<DeviceMemory>(q_elements() * 2));
+    }
+    std::vector<int32_t> indptr, indices(static_cast<size_t>(num_pages_));
+    for (int64_t b = 0; b <= point.num_requests; ++b) {
+      indptr.push_back(static_cast<int32_t>(b * pages_each_));
+    }
+    for (size_t i = 0; i < indices.size(); ++i) indices[i] = static_cast<int32_t>(i);
+    uint64_t state = 88172645463325252u;
+    for (size_t i = indices.size(); i > 1; --i) {
+      state ^= state << 13;
+      state ^= state >> 7;
+      state ^= state << 17;
+      std::swap(indices[i - 1], indices[state % i]);
+    }
+    const std::vector<int32_t> lens(static_cast<size_t>(point.num_requests),
+                                    static_cast<int32_t>(point.context));
+    indptr_ = upload(indptr);
+    indices_ = upload(indices);
+    lens_ = upload(lens);
+    o_part_ = std::make_unique<DeviceMemory>(point.num_requests * shape.num_q_heads * kMaxPartials *
+                                             shape.head_dim * 4);
+    ml_part_ = std::make_unique<DeviceMemory>(point.num_requests * shape.num_q_heads *
+                                              kMaxPartials * 8);
+  }
+
+  int64_t kv_bytes() const {
+    return point_.num_requests * point_.context * shape_.num_kv_heads * shape_.head_dim * 4;
+  }
+
+  void launch(int64_t copy, int64_t num_splits, int64_t fixed_split_keys, cudaStream_t stream) {
+    const Device gpu{DeviceType::kCuda, 0};
+    const int64_t b = point_.num_requests;
+    const auto view = [&](void* data, DType dtype, std::initializer_list<int64_t> extents) {
+      return TensorView::contiguous(data, dtype, extents, gpu);
+    };
+    auto* kv = static_cast<uint16_t*>(kv_[copy]->data());
+    const TensorView o_part = view(o_part_->data(), DType::kFloat32,
+                                   {b, shape_.num_q_heads, kMaxPartials, shape_.head_dim});
+    const TensorView ml_part =
+        view(ml_part_->data(), DType::kFloat32, {b, shape_.num_q_heads, kMaxPartials, 2});
+    kernels::AttentionOptions options;
+    options.num_splits = num_splits;
+    options.fixed_split_keys = fixed_split_keys;
+    options.stream = stream;
+    options.o_part = &o_part;
+    options.ml_part = &ml_part;
+    if (dense_) {
+      const auto dense_kv = [&](void* data) {
+        return view(data, DType::kBFloat16,
+                    {b, point_.context, shape_.num_kv_heads, shape_.head_dim});
+      };
+      const auto row = [&](void* data) {
+        return view(data, DType::kBFloat16, {b, 1, shape_.num_q_heads, shape_.head_dim});
+      };
+      kernels::attn_decode(row(q_[copy]->data()), dense_kv(kv), dense_kv(kv + kv_elements_),
+                           row(out_[copy]->data()), -1, options);
+      return;
+    }
+    const auto pages = [&](void* data) {
+      return view(data, DType::kBFloat16,
+                  {num_pages_, page_size_, shape_.num_kv_heads, shape_.head_dim});
+    };
+    const auto row = [&](void* data) {
+      return view(data, DType::kBFloat16, {b, shape_.num_q_heads, shape_.head_dim});
+    };
+    const TensorView k = pages(kv), v = pages(kv + kv_elements_);
+    const TensorView indptr = view(indptr_->data(), DType::kInt32, {b + 1});
+    const TensorView indices = view(indices_->data(), DType::kInt32, {num_pages_});
+    const TensorView lens = view(lens_->data(), DType::kInt32, {b});
+    kernels::attn_paged_decode(row(q_[copy]->data()), {k, v, indptr, indices, lens},
+                               row(out_[copy]->data()), options);
+  }
+
+  // Largest difference from the scalar kernel, relative to the largest value.
+  double verify(int64_t num_splits, int64_t fixed_split_keys) {
+    kernels::force_decode_variant(kernels::DecodeVariant::kScalar);
+    ASTRAI_CHECK_CUDA(cudaMemset(out_[0]->data(), 0xff, q_elements() * 2));
+    launch(0, 1, 0, nullptr);
+    const std::vector<float> expected = download();
+    kernels::force_decode_variant(kernels::DecodeVariant::kAuto);
+    ASTRAI_CHECK_CUDA(cudaMemset(out_[0]->data(), 0xff, q_elements() * 2));
+    launch(0, num_splits, fixed_split_keys, nullptr);
+    const std::vector<float> found = download();
+    double difference = 0.0, largest = 0.0;
+    for (size_t i = 0; i < found.size(); ++i) {
+      if (!std::isfinite(found[i])) return INFINITY;
+      difference = std::max(difference, std::abs(double(found[i]) - expected[i]));
+      largest = std::max(largest, std::abs(double(expected[i])));
+    }
+    return difference / largest;
+  }
+
+  Timing time(int64_t num_splits, int64_t fixed_split_keys) {
+    std::vector<std::function<void(cudaStream_t)>> launches;
+    for (int64_t c = 0; c < num_copies_; ++c) {
+      launches.push_back([=, this](cudaStream_t stream) {
+        launch(c, num_splits, fixed_split_keys, stream);
+      });
+    }
+    return time_graph(launches);
+  }
+
+ private:
+  static constexpr int64_t kMaxPartials = 256;
+
+  int64_t q_elements() const {
+    return point_.num_requests * shape_.num_q_heads * shape_.head_dim;
+  }
+
+  static std::unique_ptr<DeviceMemory> upload(const std::vector<int32_t>& values) {
+    auto memory = std::make_unique<DeviceMemory>(static_cast<int64_t>(values.size()) * 4);
+    ASTRAI_CHECK_CUDA(cudaMemcpy(memory->data(), values.data(), values.size() * 4,
+                                 cudaMemcpyHostToDevice));
+    return memory;
+  }
+
+  std::vector<float> download() {
+    ASTRAI_CHECK_CUDA(cudaDeviceSynchronize());
+    std::vector<uint16_t> bits(static_cast<size_t>(q_elements()));
+    ASTRAI_CHECK_CUDA(cudaMemcpy(bits.data(), out_[0]->data(), bits.size() * 2,
+                                 cudaMemcpyDeviceToHost));
+    std::vector<float> values;
+    for (uint16_t b : bits) values.push_back(to_float(bf16{b}));
+    return values;
+  }
+
+  Shape shape_;
+  Point point_;
+  int64_t page_size_;
+  bool dense_;
+  int64_t pages_each_ = 0, num_pages_ = 0, kv_elements_ = 0, num_copies_ = 0;
+  std::vector<std::unique_ptr<DeviceMemory>> kv_, q_, out_;
+  std::unique_ptr<DeviceMemory> indptr_, indices_, lens_, o_part_, ml_part_;
+};
+
+struct Row {
+  Shape shape;
+  Point point;
+  int64_t page_size, num_splits;
+  Timing timing;
+  double gbps;
+};
+
+void write_json(FILE* file, const Row& row, double read_gbps, const Options& options,
+                const std::string& gpu) {
+  if (file == nullptr) return;
+  int driver = 0, runtime = 0;
+  ASTRAI_CHECK_CUDA(cudaDriverGetVersion(&driver));
+  ASTRAI_CHECK_CUDA(cudaRuntimeGetVersion(&runtime));
+  const char* commit = std::getenv("ASTRAI_COMMIT");
+  std::fprintf(
+      file,
+      "{\"bench\": \"attn_decode_cuda\", \"commit\": \"%s\", \"gpu\": \"%s\", \"cuda_driver\": %d, "
+      "\"cuda_runtime\": %d, \"dtype\": \"bfloat16\", \"q_heads\": %ld, \"kv_heads\": %ld, "
+      "\"head_dim\": %ld, \"batch\": %ld, \"context\": %ld, \"page_size\": %ld, \"num_splits\": %ld, "
+      "\"fixed_split_keys\": %ld, \"median_us\": %.3f, \"iqr_us\": %.3f, \"gb_per_s\": %.1f, "
+      "\"read_gb_per_s\": %.1f}\n",
+      commit == nullptr ? "unknown" : commit, gpu.c_str(), driver, runtime, row.shape.num_q_heads,
+      row.shape.num_kv_heads, row.shape.head_dim, row.point.num_requests, row.point.context,
+      row.page_size, row.num_splits, options.fixed_split_keys, row.timing.median_us,
+      row.timing.spread_us, row.gbps, read_gbps);
+}
+
+int run(const Options& options) {
+  cudaDeviceProp properties{};
+  ASTRAI_CHECK_CUDA(cudaGetDeviceProperties(&properties, 0));
+  const double read_gbps = measure_read_gbps();
+  std::printf("%s, %d SMs, measured read %.0f GB/s\n", properties.name,
+              properties.multiProcessorCount, read_gbps);
+  FILE* json = options.json_path.empty() ? nullptr : std::fopen(options.json_path.c_str(), "a");
+  if (!options.json_path.empty() && json == nullptr) {
+    throw std::runtime_error("cannot write " + options.json_path);
+  }
+  std::printf("%-11s %10s %4s %6s %9s %7s %6s %5s %6s %6s\n", "shape", "BxL", "page", "splits",
+              "us", "iqr", "GB/s", "%read", "/FI", "/cuDNN");
+  int wrong = 0;
+  for (size_t s = 0; s < std::size(kShapes); ++s) {
+    for (size_t p = 0; p < std::size(kPoints); ++p) {
+      const Shape& shape = kShapes[s];
+      const Point& point = kPoints[p];
+      if (options.quick && (s > 2 || point.context > 32768)) continue;
+      for (int64_t page_size : options.page_sizes) {
+        DecodeProblem problem(shape, point, page_size, options.dense);
+        std::vector<int64_t> all_splits{0};
+        if (options.sweep) all_splits = {0, 1, 2, 3, 4, 6, 8, 16, 24, 32, 48, 64, 128};
+        for (int64_t splits : all_splits) {
+          if (splits * point.num_requests * shape.num_kv_heads > 4224 || splits * 32 > point.context) {
+            continue;
+          }
+          const double error = problem.verify(splits, options.fixed_split_keys);
+          if (!(error < 2e-2)) {
+            std::printf("WRONG: relative error %g at splits %ld\n", error, splits);
+            ++wrong;
+          }
+          const Timing timing = problem.time(splits, options.fixed_split_keys);
+          const Row row{shape, point, page_size, splits, timing,
+                        problem.kv_bytes() / timing.median_us / 1e3};
+          const bool peers = s < std::size(kPeers);
+          const auto ratio = [&](double peer) { return peer > 0 ? timing.median_us / peer : 0.0; };
+          std::printf("%3ld:%ld:%-5ld %4ldx%-6ld %4ld %6ld %9.2f %7.2f %6.0f %5.1f %6.2f %6.2f\n",
+                      shape.num_q_heads, shape.num_kv_heads, shape.head_dim, point.num_requests,
+                      point.context, options.dense ? 0 : page_size, splits, timing.median_us,
+                      timing.spread_us, row.gbps, 100 * row.gbps / read_gbps,
+                      ratio(peers ? kPeers[s].flashinfer[p] : 0), ratio(peers ? kPeers[s].cudnn[p] : 0));
+          write_json(json, row, read_gbps, options, properties.name);
+        }
+      }
+    }
+  }
+  if (json != nullptr) std::fclose(json);
+  return wrong == 0 ? 0 : 1;
+}
+
+Options parse(int argc, char** argv) {
+  Options options;
+  for (int i = 1; i < argc; ++i) {
+    const std::string argument = argv[i];
+    const auto value = [&]() -> std::string {
+      if (i + 1 >= argc) throw std::invalid_argument(argument + ": expected a value");
+      return argv[++i];
+    };
+    if (argument == "--json") {
+      options.json_path = value();
+    } else if (argument == "--quick") {
+      options.quick = true;
+    } else if (argument == "--sweep") {
+      options.sweep = true;
+    } else if (argument == "--dense") {
+      options.dense = true;
+    } else if (argument == "--fixed") {
+      options.fixed_split_keys = std::stoll(value());
+    } else if (argument == "--page-size") {
+      options.page_sizes.push_back(std::stoll(value()));
+    } else {
+      throw std::invalid_argument("unknown argument " + argument);
+    }
+  }
+  if (options.page_sizes.empty()) options.page_sizes = {16};
+  return options;
+}
+
+}  // namespace
+}  // namespace astrai::bench
+
+int main(int argc, char** argv) {
+  try {
+    return astrai::bench::run(astrai::bench::parse(argc, argv));
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "attn_cuda_bench: %s\n", error.what());
+    return 2;
+  }
+}

@@ -1,0 +1,104 @@
+#include "kernels/attention/attn_cuda_plan.h"
+
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <stdexcept>
+
+#include "support/expect_error.h"
+
+namespace astrai::kernels {
+namespace {
+
+using testing::expect_error;
+
+constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
+constexpr DecodeDeviceFacts kBig{
+    .num_sms = 132, .blocks_per_sm = 2, .block_tile_keys = 64, .max_cluster_size = 16};
+constexpr DecodeDeviceFacts kNoClusters{
+    .num_sms = 108, .blocks_per_sm = 1, .block_tile_keys = 64, .max_cluster_size = 1};
+
+TEST(PlanDecode, FillsTheDeviceWithWholeClusters) {
+  const DecodePlan plan = plan_decode(kBig, {.num_units = 8, .kv_len = 4096}, kUnlimited);
+  EXPECT_EQ(plan.num_splits, 32);
+  EXPECT_EQ(plan.cluster_size, 16);
+  EXPECT_EQ(plan.num_partials(), 2);
+  EXPECT_EQ(plan.min_split_keys, 64);
+}
+
+TEST(PlanDecode, ShortRequestsGetOneRoundPerSplit) {
+  const DecodePlan plan = plan_decode(kBig, {.num_units = 8, .kv_len = 512}, kUnlimited);
+  EXPECT_EQ(plan.num_splits, 8);
+  EXPECT_EQ(plan.num_partials(), 1);
+}
+
+TEST(PlanDecode, AFullDeviceIsNotSplit) {
+  const DecodePlan plan = plan_decode(kBig, {.num_units = 512, .kv_len = 4096}, kUnlimited);
+  EXPECT_EQ(plan.num_splits, 1);
+  EXPECT_EQ(plan.cluster_size, 1);
+}
+
+TEST(PlanDecode, WithoutClustersEverySplitIsAPartial) {
+  const DecodePlan plan = plan_decode(kNoClusters, {.num_units = 8, .kv_len = 4096}, kUnlimited);
+  EXPECT_EQ(plan.num_splits, 13);
+  EXPECT_EQ(plan.num_partials(), 13);
+}
+
+TEST(PlanDecode, StaysWithinTheGivenPartials) {
+  for (int64_t capacity : {1, 2, 3, 7}) {
+    for (const DecodeDeviceFacts& device : {kBig, kNoClusters}) {
+      for (int64_t units : {1, 3, 8, 100, 10000}) {
+        for (int64_t kv_len : {0, 1, 64, 5000, 1 << 20}) {
+          const DecodePlan plan =
+              plan_decode(device, {.num_units = units, .kv_len = kv_len}, capacity);
+          EXPECT_GE(plan.num_splits, 1);
+          EXPECT_EQ(plan.num_splits % plan.cluster_size, 0);
+          EXPECT_LE(plan.cluster_size, device.max_cluster_size);
+          EXPECT_LE(plan.num_partials(), capacity);
+        }
+      }
+    }
+  }
+}
+
+TEST(PlanDecode, FixedSplitsDependOnTheBoundOnlyInTheirNumber) {
+  const DecodePlan small = plan_decode_fixed(kBig, {.num_units = 8, .max_kv_len = 600}, 256, 100);
+  const DecodePlan large =
+      plan_decode_fixed(kBig, {.num_units = 900, .max_kv_len = 10000}, 256, 100);
+  EXPECT_EQ(small.min_split_keys, 256);
+  EXPECT_EQ(large.min_split_keys, 256);
+  EXPECT_EQ(small.cluster_size, large.cluster_size);
+  EXPECT_GE(small.num_splits * 256, 600);
+  EXPECT_GE(large.num_splits * 256, 10000);
+}
+
+TEST(PlanDecode, FixedSplitsNeedRoom) {
+  expect_error<std::invalid_argument>(
+      "plan_decode: fixed splits of 256 keys need 10 partials for 10000 keys; expected at most the "
+      "9 "
+      "that there is room for",
+      [] { plan_decode_fixed(kBig, {.num_units = 8, .max_kv_len = 10000}, 256, 9); });
+  expect_error<std::invalid_argument>(
+      "plan_decode: fixed split of 100 keys; expected a multiple of 64",
+      [] { plan_decode_fixed(kBig, {.num_units = 8, .max_kv_len = 10000}, 100, 9); });
+}
+
+TEST(PlanDecode, AGivenNumberIsKept) {
+  for (int64_t splits : {1, 2, 3, 7, 24, 50, 256}) {
+    const DecodePlan plan = plan_decode_given(kBig, splits);
+    EXPECT_EQ(plan.num_splits, splits);
+    EXPECT_EQ(splits % plan.cluster_size, 0);
+  }
+  EXPECT_EQ(plan_decode_given(kBig, 24).cluster_size, 8);
+  EXPECT_EQ(plan_decode_given(kNoClusters, 24).cluster_size, 1);
+}
+
+TEST(PlanDecode, RefusesNonsense) {
+  EXPECT_THROW(plan_decode({.num_sms = 0}, {}, 1), std::invalid_argument);
+  EXPECT_THROW(plan_decode(kBig, {.num_units = 0}, 1), std::invalid_argument);
+  EXPECT_THROW(plan_decode(kBig, {}, 0), std::invalid_argument);
+  EXPECT_THROW(plan_decode_given(kBig, 0), std::invalid_argument);
+}
+
+}  // namespace
+}  // namespace astrai::kernels
