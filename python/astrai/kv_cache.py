@@ -221,6 +221,7 @@ class KVCache:
             facts = self._core.bind(task_ids, q_lens, pad_to)
         else:
             self.apply_page_copies()
+            self.workspace.wait_uploaded()
             facts = self.pool.bind_tasks(self.workspace.core, task_ids, q_lens, pad_to)
             self.workspace.upload(self.workspace.layout.step_metadata[0], facts.metadata_bytes)
         self._step = step = self._describe(facts)

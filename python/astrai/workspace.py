@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,15 +50,22 @@ class InferenceWorkspace:
     The views stay the same objects, at the same addresses, for the life of the workspace.
 
     The host writes input_ids, the step metadata and the sampling inputs. On the CPU it writes the
-    slab; on another device it writes `host(name)`, views of a pinned mirror, and `upload` copies.
+    slab; on a CUDA device it writes `host(name)`, views of a pinned mirror, after `wait_uploaded`,
+    and then calls `upload`.
     """
 
     def __init__(self, shape: WorkspaceShape, device: torch.device | str = "cpu") -> None:
-        """Allocate the slab on `device`. Raises ValueError for a shape out of range."""
+        """Allocate the slab on `device`, the CPU or a CUDA device.
+
+        Raises ValueError for a shape out of range or another kind of device.
+        """
         self.layout = _ext.plan_workspace(shape)
         self.device = torch.device(device)
+        if self.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"workspace: device {self.device}; expected cpu or cuda")
         self.slab = _aligned_bytes(self.layout.total_bytes, self.device)
         self.mirror: torch.Tensor | None = None
+        self._uploaded: torch.cuda.Event | None = None
         if self.device.type != "cpu":
             mirror_bytes = self.layout.host_inputs[1]
             self.mirror = _aligned_bytes(mirror_bytes, torch.device("cpu"), pinned=True)
@@ -111,11 +119,24 @@ class InferenceWorkspace:
                 f"expected one of {', '.join(self._host_views)}"
             ) from None
 
+    def wait_uploaded(self) -> None:
+        """Return once the last upload has read the mirror, so that it may be written again."""
+        if self._uploaded is not None:
+            self._uploaded.synchronize()
+
     def upload(self, offset: int, num_bytes: int) -> None:
-        """Copy a range of the mirror to the same place of the slab, in the current stream."""
-        if self.mirror is not None and num_bytes > 0:
-            target = self.slab[offset : offset + num_bytes]
-            target.copy_(self.mirror[offset : offset + num_bytes], non_blocking=True)
+        """Copy a range of the mirror to the same place of the slab, in the current stream.
+
+        Does nothing on the CPU, where the mirror is the slab.
+        """
+        if self.mirror is None or num_bytes == 0:
+            return
+        target = self.slab[offset : offset + num_bytes]
+        target.copy_(self.mirror[offset : offset + num_bytes], non_blocking=True)
+        if self._uploaded is None:
+            make_event: Callable[[], torch.cuda.Event] = torch.cuda.Event
+            self._uploaded = make_event()
+        self._uploaded.record()
 
     def __getattr__(self, name: str) -> torch.Tensor:
         views: dict[str, torch.Tensor] = self.__dict__.get("_views", {})

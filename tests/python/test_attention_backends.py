@@ -102,13 +102,13 @@ def test_dense_keys_that_nobody_sees_may_hold_anything(backend):
 # ---- paged ------------------------------------------------------------------------------------
 
 
-def make_cache(page_size=4, dtype="float32", **changes):
+def make_cache(page_size=4, dtype="float32", device="cpu", **changes):
     import torch
 
     from astrai.kv_cache import KVCache
 
     sizes = {"max_batch": 8, "max_context": 128, "max_step_tokens": 64} | changes
-    kv = KVCache(Shape(), 120, page_size, getattr(torch, dtype), "cpu", **sizes)
+    kv = KVCache(Shape(), 120, page_size, getattr(torch, dtype), device, **sizes)
     kv.storage.fill_(float("nan"))
     return kv
 
@@ -120,12 +120,13 @@ def run_step(backend, kv, tasks, q_lens, generator, history, options, dtype, pad
     step = kv.bind(tasks, q_lens, pad_to=pad_to)
     total = step.num_row_tokens
     q, k, v = (
-        to_torch(generator.standard_normal((total, heads, 32), np.float32), dtype)
+        to_torch(generator.standard_normal((total, heads, 32), np.float32), dtype).to(kv.device)
         for heads in (6, 2, 2)
     )
     entry = backend.fwd_decode if step.phase == "decode" else backend.fwd_prefill
     out = entry(q, k, v, kv=kv, layer_id=1, **options)
     assert out.shape == q.shape
+    q, k, v, out = (tensor.cpu() for tensor in (q, k, v, out))
     sinks = options.get("sinks")
     row = 0
     for task, count in zip(tasks, q_lens, strict=True):
@@ -145,7 +146,7 @@ def run_step(backend, kv, tasks, q_lens, generator, history, options, dtype, pad
             all_v,
             seen,
             softcap=options.get("softcap", 0.0),
-            sinks=None if sinks is None else sinks.numpy(),
+            sinks=None if sinks is None else sinks.cpu().numpy(),
             scale=options.get("scale"),
         )
         np.testing.assert_allclose(
@@ -160,12 +161,24 @@ def run_step(backend, kv, tasks, q_lens, generator, history, options, dtype, pad
 @pytest.mark.parametrize("name", ["plain", "window", "everything"])
 def test_paged_steps(backend, page_size, name, dtype):
     """Prefill, chunks beside decodes, decodes, a fork that diverges; unused slots are NaN."""
+    check_paged_steps(backend, make_cache(page_size, dtype), name, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["plain", "everything"])
+def test_paged_steps_on_cuda(name, dtype):
+    from astrai.attention import TorchNativeBackend
+
+    check_paged_steps(TorchNativeBackend(), make_cache(4, dtype, "cuda"), name, dtype)
+
+
+def check_paged_steps(backend, kv, name, dtype):
     options = {"plain": {}, "window": {"window": 6}}.get(name)
     if options is None:
-        sinks = np.linspace(-1, 1, 6).astype(np.float32)
-        options = {"window": 11, "softcap": 4.0, "scale": 0.2, "sinks": to_torch(sinks)}
-    generator = np.random.default_rng(page_size)
-    kv = make_cache(page_size, dtype)
+        sinks = to_torch(np.linspace(-1, 1, 6).astype(np.float32)).to(kv.device)
+        options = {"window": 11, "softcap": 4.0, "scale": 0.2, "sinks": sinks}
+    generator = np.random.default_rng(kv.page_size)
     history: dict = {}
 
     def step(tasks, q_lens):

@@ -118,6 +118,13 @@ def test_a_slab_of_the_wrong_size_is_refused():
         load().InferenceWorkspace(shape, slab[start : start + total])
 
 
+def test_other_devices_are_refused():
+    from astrai.workspace import InferenceWorkspace
+
+    with pytest.raises(ValueError, match="workspace: device meta; expected cpu or cuda"):
+        InferenceWorkspace(make_shape(), "meta")
+
+
 # ---- pool -------------------------------------------------------------------------------------
 
 
