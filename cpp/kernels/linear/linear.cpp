@@ -11,13 +11,12 @@ namespace {
 
 constexpr const char* kOp = "linear";
 
-void check_dtypes(const TensorView& x, const TensorView& weight, const TensorView& out) {
-  check_floating(kOp, {"weight", weight});
-  ASTRAI_CHECK_ARG(x.dtype == weight.dtype || x.dtype == DType::kFloat32, kOp, ": x has dtype ",
-                   dtype_name(x.dtype), "; expected ", dtype_name(weight.dtype),
-                   " as weight, or float32");
-  ASTRAI_CHECK_ARG(out.dtype == x.dtype || out.dtype == DType::kFloat32, kOp, ": out has dtype ",
-                   dtype_name(out.dtype), "; expected ", dtype_name(x.dtype), " as x, or float32");
+// `tensor` has the dtype of `like`, or float32.
+void check_dtype_or_float32(NamedTensor tensor, NamedTensor like) {
+  const DType dtype = tensor.view.dtype;
+  ASTRAI_CHECK_ARG(dtype == like.view.dtype || dtype == DType::kFloat32, kOp, ": ", tensor.name,
+                   " has dtype ", dtype_name(dtype), "; expected ", dtype_name(like.view.dtype),
+                   " as ", like.name, like.view.dtype == DType::kFloat32 ? "" : ", or float32");
 }
 
 }  // namespace
@@ -27,7 +26,9 @@ void linear(const TensorView& x, const TensorView& weight, const TensorView* bia
   check_rank(kOp, {"x", x}, 2);
   check_rank(kOp, {"weight", weight}, 2);
   check_rank(kOp, {"out", out}, 2);
-  check_dtypes(x, weight, out);
+  check_floating(kOp, {"weight", weight});
+  check_dtype_or_float32({"x", x}, {"weight", weight});
+  check_dtype_or_float32({"out", out}, {"x", x});
   const int64_t num_rows = x.shape[0];
   const int64_t num_outputs = weight.shape[0];
   const int64_t num_inputs = weight.shape[1];
