@@ -20,12 +20,17 @@ bool has_work(const AttentionParams& params) {
 
 void check_fixed_splits(const char* op, const AttentionOptions& options) {
   if (options.fixed_split_keys == 0) return;
-  ASTRAI_CHECK_ARG(
-      options.fixed_split_keys > 0 && options.fixed_split_keys % kFixedSplitUnit == 0, op,
-      ": fixed_split_keys is ", options.fixed_split_keys, "; expected 0 or a multiple of ",
-      kFixedSplitUnit);
+  ASTRAI_CHECK_ARG(options.fixed_split_keys > 0 && options.fixed_split_keys % kFixedSplitUnit == 0,
+                   op, ": fixed_split_keys is ", options.fixed_split_keys,
+                   "; expected 0 or a multiple of ", kFixedSplitUnit);
   ASTRAI_CHECK_ARG(options.num_splits == 0, op, ": num_splits is ", options.num_splits,
                    "; expected 0, since fixed_split_keys is given too");
+}
+
+// The CPU's own choice of splits; see compute_num_splits_cpu.
+void plan_cpu_splits(AttentionParams& params, int64_t capacity) {
+  params.num_splits = compute_num_splits_cpu(params.kv_len, capacity);
+  params.min_split_keys = kMinSplitKeys;
 }
 
 void launch_decode(const char* op, const TensorView& q, AttentionParams params,
@@ -47,21 +52,21 @@ void launch_decode(const char* op, const TensorView& q, AttentionParams params,
   }
 #endif
   if (params.num_splits == 0) {
-    const int64_t capacity = options.o_part == nullptr ? kMaxSplits : options.o_part->shape[2];
-    params.num_splits = compute_num_splits_cpu(params.kv_len, capacity);
-    params.min_split_keys = kMinSplitKeys;
+    plan_cpu_splits(params, options.o_part == nullptr ? kMaxSplits : options.o_part->shape[2]);
   }
   alloc_split_partials(params);
   count(counters().launches);
   cpu::cpu_kernels().attn_decode(params);
 }
 
-void launch_prefill(const char* op, const TensorView& q, const AttentionParams& params,
+void launch_prefill(const char* op, const TensorView& q, AttentionParams params,
                     const AttentionOptions& options) {
   ASTRAI_CHECK_ARG(options.num_splits <= 1, op, ": num_splits is ", options.num_splits,
                    "; expected 0 or 1, since prefill is split over queries only");
   if (q.device.type != DeviceType::kCpu) throw_cuda_not_built(op);
   if (!has_work(params)) return;
+  // For requests with a single query, which are decoded.
+  plan_cpu_splits(params, kMaxSplits);
   count(counters().launches);
   cpu::cpu_kernels().attn_prefill(params);
 }

@@ -20,8 +20,10 @@ struct AttentionOptions {
   const TensorView* sinks = nullptr;  // float32 [Hq], contiguous
   std::optional<float> scale;         // default D ** -0.5
   const TensorView* lse = nullptr;    // float32, contiguous; shape in attn_params.h
-  // Preallocated split partials, float32, contiguous: [>= B, Hq, splits, D] and [>= B, Hq, splits,
-  // 2]. Give both or neither; without them the kernel takes scratch of its own.
+  // Preallocated split partials of decode, float32, contiguous: [>= B, Hq, splits, D] and
+  // [>= B, Hq, splits, 2]. Give both or neither; without them the kernel takes scratch of its own.
+  // They are scratch: filled from the start as [B, Hq, num_splits, ...] where fewer splits are used
+  // than they hold. Prefill, which is not split over KV, leaves them alone.
   const TensorView* o_part = nullptr;
   const TensorView* ml_part = nullptr;
   int64_t num_splits = 0;  // 0 = choose; at most what the partials hold

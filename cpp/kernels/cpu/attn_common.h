@@ -341,36 +341,4 @@ inline float softmax_tile(float* scores, int count, RowSoftmax& row) {
   return factor;
 }
 
-// ---- the end of a row
-// -----------------------------------------------------------------------------
-
-// Takes a finished row (numerators in memory order, not yet divided) to out and lse. A sink joins
-// the denominator here; a row that saw no key is zeros with LSE -inf, sink or not.
-template <class T, int D>
-void finish_row(const AttentionParams& params, const Request& request, int64_t row, int64_t head,
-                const float* numerator, RowSoftmax state) {
-  T* out = out_row<T>(params, request, row, head);
-  float lse = kNegInf;
-  float factor = 0.0f;
-  const bool empty = state.max == kNegInf && state.sum == 0.0f;
-  if (!empty) {
-    float max = state.max;
-    float sum = state.sum;
-    factor = 1.0f;
-    if (params.sinks != nullptr) {
-      const float sink = params.sinks[head];
-      const float top = sink > max ? sink : max;
-      factor = exp_one(max - top);
-      sum = sum * factor + exp_one(sink - top);
-      max = top;
-    }
-    factor /= sum;
-    lse = max + __builtin_logf(sum);
-  }
-  for (int d = 0; d < D; d += VecF::kLanes) {
-    vstore(out + d, empty ? vzero() : vload(numerator + d) * vset1(factor));
-  }
-  if (params.lse != nullptr) *lse_entry(params, request, row, head) = lse;
-}
-
 }  // namespace astrai::kernels::cpu::ASTRAI_ISA
