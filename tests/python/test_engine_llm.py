@@ -269,7 +269,7 @@ def fail_at(monkeypatch, llm, step, error):
         def wrapped(batch):
             calls["count"] += 1
             if calls["count"] == step:
-                raise error
+                raise error("the forward pass failed")
             return run(batch)
 
         return wrapped
@@ -278,7 +278,7 @@ def fail_at(monkeypatch, llm, step, error):
     monkeypatch.setattr(executor, "execute_decode", wrap(executor.execute_decode))
 
 
-@pytest.mark.parametrize("error", [RuntimeError("kernel failed"), KeyboardInterrupt()], ids=str)
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("step", [1, 2, 7])
 def test_failure_returns_pages_and_leaves_streams_alone(make_llm, monkeypatch, error, step):
     llm = make_llm(max_step_tokens=8)
@@ -287,7 +287,7 @@ def test_failure_returns_pages_and_leaves_streams_alone(make_llm, monkeypatch, e
     seen = [next(events).token_ids for _ in range(3)]
     with monkeypatch.context() as patch:
         fail_at(patch, llm, step, error)
-        with pytest.raises(type(error)):
+        with pytest.raises(error):
             llm.generate(["world", [5] * 30], greedy(12, ignore_eos=True))
     assert llm.stats().running == 1
     llm.kv_cache.pool.check_integrity()

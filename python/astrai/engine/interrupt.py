@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 
 @contextmanager
-def deferred_interrupt() -> Iterator[None]:
-    """Raise KeyboardInterrupt after the body instead of anywhere inside it.
+def deferred_interrupt() -> Iterator[Callable[[], None]]:
+    """Hold Ctrl-C back until the body calls what this yields, or ends.
 
     A step moves pages and tokens together; an exception between two bytecodes would tear them
-    apart. A second Ctrl-C does not wait. Elsewhere than in the main thread, and where the program
-    handles SIGINT in its own way, nothing is changed.
+    apart. The yielded function raises KeyboardInterrupt if Ctrl-C has come meanwhile. A second
+    Ctrl-C does not wait. Elsewhere than in the main thread, and where the program handles SIGINT in
+    its own way, nothing is changed.
     """
+    pressed = False
+
+    def check() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
+        yield check
         return
-    pressed = False
 
     def remember(signum: int, frame: FrameType | None) -> None:
         nonlocal pressed
@@ -31,8 +37,7 @@ def deferred_interrupt() -> Iterator[None]:
 
     signal.signal(signal.SIGINT, remember)
     try:
-        yield
+        yield check
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if pressed:
-            raise KeyboardInterrupt
+    check()

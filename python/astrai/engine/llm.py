@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -306,17 +307,24 @@ class LLM:
         total = sum(item.params.n for item in prepared)
         done = -1
         try:
-            for item in prepared:
-                requests.append(self._submit(item))
-            while True:
-                if progress is not None:
-                    finished = sum(request.num_finished for request in requests)
-                    if finished != done:
-                        done = finished
-                        progress(done, total)
-                if all(request.is_finished for request in requests):
-                    break
-                self._step(op)
+            with deferred_interrupt() as check_interrupt:
+                for item in prepared:
+                    requests.append(self._submit(item))
+                unfinished = deque(requests)
+                while unfinished:
+                    if unfinished[0].is_finished:
+                        unfinished.popleft()
+                        continue
+                    if progress is not None:
+                        finished = sum(request.num_finished for request in requests)
+                        if finished != done:
+                            done = finished
+                            progress(done, total)
+                    self._check_open(op)
+                    self._core.step()
+                    check_interrupt()
+            if progress is not None:
+                progress(total, total)
         except BaseException:
             for request in requests:
                 self._core.abort(request.request_id)
@@ -335,15 +343,12 @@ class LLM:
                     yield events.popleft()
                 if request.is_finished:
                     break
-                self._step("stream")
+                self._check_open("stream")
+                with deferred_interrupt():
+                    self._core.step()
         finally:
             self._core.abort(request.request_id)
         _check_errors("stream", [request])
-
-    def _step(self, op: str) -> None:
-        self._check_open(op)
-        with deferred_interrupt():
-            self._core.step()
 
 
 def _load(

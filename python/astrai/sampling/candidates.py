@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 _BLOCK = 256
@@ -18,7 +19,7 @@ class CandidateTable:
     ids     [R, W] int64
     total   [R, 1] float64, weight of all tokens that the filters so far have let through
     kept    [R] int64, how many leading columns the filters have let through
-    covers_vocabulary  True when W is the whole vocabulary
+    is_exhaustive  True when no token outside the table could be kept
     """
 
     values: torch.Tensor
@@ -26,7 +27,7 @@ class CandidateTable:
     ids: torch.Tensor
     total: torch.Tensor
     kept: torch.Tensor
-    covers_vocabulary: bool
+    is_exhaustive: bool
 
     @classmethod
     def build(cls, values: torch.Tensor, width: int, needs_total: bool = True) -> CandidateTable:
@@ -35,7 +36,7 @@ class CandidateTable:
         Without `needs_total` the total is that of the table, which costs no pass over V.
         """
         num_rows, vocab_size = values.shape
-        total = _block_sums(values.exp()).sum(dim=1, keepdim=True) if needs_total else None
+        total = row_mass(values) if needs_total else None
         covers = width >= vocab_size
         if covers:
             top, ids = torch.sort(values, dim=1, descending=True, stable=True)
@@ -51,6 +52,33 @@ class CandidateTable:
             total = weights.sum(dim=1, keepdim=True)
         return cls(top, weights, ids, total, kept, covers)
 
+    @classmethod
+    def build_above(
+        cls, values: torch.Tensor, floors: torch.Tensor, total: torch.Tensor | None
+    ) -> CandidateTable:
+        """Take every token of `values` [R, V] at or above its row's floor. CPU only.
+
+        floors  [R, 1] fp32, such that no filter of the row keeps a token below
+        total   [R, 1] float64, mass of the whole rows; None takes that of the table
+        Comparing all values is much cheaper than selecting the largest.
+        """
+        num_rows, vocab_size = values.shape
+        flat_values = values.numpy().ravel()
+        flat = np.flatnonzero(values.numpy() >= floors.numpy())
+        rows, ids = np.divmod(flat, vocab_size)
+        counts = np.bincount(rows, minlength=num_rows)
+        columns = np.arange(len(flat)) - np.repeat(np.cumsum(counts) - counts, counts)
+        table = np.full((num_rows, counts.max()), -np.inf, dtype=np.float32)
+        table[rows, columns] = flat_values[flat]
+        table_ids = np.zeros(table.shape, dtype=np.int64)
+        table_ids[rows, columns] = ids
+        top, order = torch.sort(torch.from_numpy(table), dim=1, descending=True, stable=True)
+        weights = top.double().exp()
+        if total is None:
+            total = weights.sum(dim=1, keepdim=True)
+        ids_in_order = torch.from_numpy(table_ids).gather(1, order)
+        return cls(top, weights, ids_in_order, total, torch.from_numpy(counts), True)
+
     def cut(self, counts: torch.Tensor) -> None:
         """Keep at most the first `counts` [R] columns of each row, and at least one."""
         self.kept = torch.minimum(self.kept, counts.clamp(min=1))
@@ -61,7 +89,7 @@ class CandidateTable:
         A row is uncertain when its last kept value reaches to the end of the table: more tokens
         of the same value, or more that the filters would keep, may lie outside.
         """
-        if self.covers_vocabulary:
+        if self.is_exhaustive:
             return torch.ones_like(self.kept, dtype=torch.bool)
         last_kept = self.values.gather(1, self.kept[:, None] - 1)[:, 0]
         return last_kept > self.values[:, -1]
@@ -99,13 +127,13 @@ def _blocks(weights: torch.Tensor) -> torch.Tensor:
     return weights.view(len(weights), -1, _BLOCK)
 
 
-def _block_sums(weights: torch.Tensor) -> torch.Tensor:
-    """Sums of 256 neighbours, [R, blocks] float64.
+def row_mass(values: torch.Tensor) -> torch.Tensor:
+    """Sum of exp(values) of each row [R, V]: [R, 1] float64.
 
-    Every sum runs over a short contiguous piece, so its rounding does not depend on how many rows
-    the batch has; a sum over a whole row is split between threads when there is only one.
+    It is taken over blocks of 256 first: a sum over a short piece rounds in the same way however
+    many rows there are, where a sum over a whole row is split between threads if it is alone.
     """
-    return _blocks(weights).sum(dim=2).double()
+    return _blocks(values.exp()).sum(dim=2).double().sum(dim=1, keepdim=True)
 
 
 def _invert_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

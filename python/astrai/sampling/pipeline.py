@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from astrai.sampling.candidates import CandidateTable, draw_from_vocabulary
+from astrai.sampling.candidates import CandidateTable, draw_from_vocabulary, row_mass
 from astrai.sampling.penalties import (
     FrequencyPenaltyStrategy,
     PresencePenaltyStrategy,
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 # A top-k filter needs k and one more, which shows whether a tie reaches past the edge.
 _NUCLEUS_WIDTH = 256
 _WIDTH_GROWTH = 8
+# Covers the rounding of floors to fp32 and the tolerances of the filters.
+_FLOOR_MARGIN = 1e-3
 
 
 class SamplingPipeline:
@@ -106,13 +109,44 @@ class SamplingPipeline:
         return tokens
 
     def _draw_filtered(self, values: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-        vocab_size = self._info.vocab_size
-        rows, filters = self._filtered_rows, self.filter_strategies
-        # The mass of the whole row matters only to a nucleus over the whole row.
-        needs_total = any(r.params.top_p < 1.0 and not _has_top_k(r, vocab_size) for r in rows)
-        width = max(
-            r.params.top_k + 1 if _has_top_k(r, vocab_size) else _NUCLEUS_WIDTH for r in rows
+        rows, vocab_size = self._filtered_rows, self._info.vocab_size
+        # The mass of a whole row matters only to a nucleus over the whole row.
+        has_top_k = [_has_top_k(row, vocab_size) for row in rows]
+        needs_total = any(
+            row.params.top_p < 1.0 and not limited
+            for row, limited in zip(rows, has_top_k, strict=True)
         )
+        if self._info.device.type == "cpu" and not any(has_top_k):
+            total = row_mass(values) if needs_total else None
+            table = CandidateTable.build_above(values, self._floors(total), total)
+            for strategy in self.filter_strategies:
+                strategy.apply(table)
+            return table.draw(uniform)
+        width = max(
+            row.params.top_k + 1 if limited else _NUCLEUS_WIDTH
+            for row, limited in zip(rows, has_top_k, strict=True)
+        )
+        return self._draw_growing(values, uniform, width, needs_total)
+
+    def _floors(self, total: torch.Tensor | None) -> torch.Tensor:
+        """[rows, 1] fp32: values that min-p drops, or that a nucleus cannot need.
+
+        All tokens less likely than (1 - top_p) / V may be left out at once: what remains still
+        holds top_p of the mass.
+        """
+        params = [row.params for row in self._filtered_rows]
+        floors = torch.tensor([[math.log(p.min_p) if p.min_p else -math.inf] for p in params])
+        if total is not None:
+            shares = torch.tensor([[1.0 - p.top_p] for p in params], dtype=torch.float64)
+            needed = (shares * total / self._info.vocab_size).log().float()
+            floors = torch.maximum(floors, needed)
+        return floors - _FLOOR_MARGIN
+
+    def _draw_growing(
+        self, values: torch.Tensor, uniform: torch.Tensor, width: int, needs_total: bool
+    ) -> torch.Tensor:
+        """Draw from tables of `width` candidates; rows that need more get wider ones."""
+        rows, filters = self._filtered_rows, self.filter_strategies
         places = torch.arange(len(rows), device=values.device)
         tokens = torch.empty(len(rows), dtype=torch.int64, device=values.device)
         while True:
@@ -127,7 +161,7 @@ class SamplingPipeline:
             remaining = (~is_complete).nonzero()[:, 0]
             values, uniform, places = values[remaining], uniform[remaining], places[remaining]
             rows = [rows[i] for i in remaining.tolist()]
-            filters = build_filters(rows, vocab_size, values.device)
+            filters = build_filters(rows, self._info.vocab_size, values.device)
             width *= _WIDTH_GROWTH
 
 
