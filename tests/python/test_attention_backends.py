@@ -210,6 +210,29 @@ def test_padding_requests_write_nowhere_and_give_zeros(backend):
     assert not changed[:, 0].any()
 
 
+def test_steady_decode_allocates_nothing_in_the_runtime():
+    from astrai.attention import CpuBackend
+    from astrai.extension.loader import load
+
+    kv, history, generator = make_cache(), {}, np.random.default_rng(0)
+    tasks = [1, 2, 3]
+    for task in tasks:
+        kv.pool.add_task(task)
+
+    def step(q_lens):
+        run_step(CpuBackend(), kv, tasks, q_lens, generator, history, {}, "float32")
+
+    step([20, 3, 9])
+    step([1, 1, 1])
+    load().reset_counters()
+    for _ in range(20):
+        step([1, 1, 1])
+    counted = load().counters()
+    assert counted["host_allocations"] == counted["device_allocations"] == 0
+    assert counted["synchronizations"] == 0
+    assert counted["launches"] == 2 * 20  # one write, one attention
+
+
 def test_paged_mask_hides_keys(backend):
     kv = make_cache()
     kv.pool.add_task(1)
