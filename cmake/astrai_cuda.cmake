@@ -32,8 +32,12 @@ if(NOT CMAKE_CUDA_COMPILER)
 endif()
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 enable_language(CUDA)
-# Spelled out: CMake knows CUDA's C++20 only since 3.26.
-string(APPEND CMAKE_CUDA_FLAGS " -std=c++20")
+set(CMAKE_CUDA_STANDARD 20)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake before 3.26 does not know nvcc's C++20
+  set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")
+  set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
+endif()
 
 option(ASTRAI_CUDA_LINEINFO "Keep source lines in CUDA code, for profilers" OFF)
 
