@@ -118,5 +118,5 @@ def make_llm(tiny_model: LoadedModel) -> Iterator[Callable[..., LLM]]:
         stats = llm.stats()
         assert (stats.waiting, stats.running) == (0, 0)
         assert stats.free_pages == stats.num_pages
-        llm.kv_cache.pool.check_integrity()
+        llm._core.scheduler.pool.check_integrity()
         llm.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import weakref
 
 import pytest
 import torch
@@ -345,6 +346,18 @@ def test_logits_that_are_not_finite_are_an_error(make_llm, monkeypatch, temperat
         llm.generate(["hello", "world"], params)
     with pytest.raises(RuntimeError, match=r"stream: .*not finite"):
         list(llm.stream("hello", params))
+
+
+def test_closing_lets_go_of_cache_and_model(make_llm):
+    llm = make_llm()
+    llm.generate("hello", greedy(2))
+    storage = weakref.ref(llm.kv_cache.storage)
+    executor = weakref.ref(llm._core._executor)
+    llm.close()
+    assert storage() is None
+    assert executor() is None
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.kv_cache  # noqa: B018
 
 
 def test_closed_engine_refuses_work(make_llm):

@@ -52,7 +52,7 @@ class EngineCore:
         special_ids: Collection[int],
     ) -> None:
         self.scheduler = scheduler
-        self._executor = executor
+        self._executor: BatchExecutor | None = executor
         self._sampler = sampler
         self._tokenizer = tokenizer
         self._special_ids = frozenset(special_ids)
@@ -92,6 +92,11 @@ class EngineCore:
             for request_id in self.scheduler.request_ids():
                 self.scheduler.abort(request_id)
 
+    def release_executor(self) -> None:
+        """Let go of the model and the cache's storage. No step can run afterwards."""
+        with self._lock:
+            self._executor = None
+
     def step(self) -> None:
         """Run one step of decoding and one chunk of prefill, as far as there is work for them.
 
@@ -110,13 +115,16 @@ class EngineCore:
     def _step(self) -> None:
         # Decoding first: a prompt that is complete then shows its first token without delay, and
         # pages are known to suffice for running sequences before a new one is let in.
+        executor = self._executor
+        if executor is None:
+            raise RuntimeError("step: the engine was closed; expected an open one")
         batch = self.scheduler.schedule_decode()
         if batch is not None:
-            logits = self._executor.execute_decode(batch)
+            logits = executor.execute_decode(batch)
             self._decode_info = self._finish_batch(batch, logits, self._decode_info)
         batch = self.scheduler.schedule_prefill()
         if batch is not None:
-            chunk_logits = self._executor.execute_prefill(batch)
+            chunk_logits = executor.execute_prefill(batch)
             self._prefill_info = self._finish_batch(batch, chunk_logits, self._prefill_info)
 
     def _finish_batch(

@@ -100,7 +100,7 @@ class LLM:
                 free_bytes=free_bytes,
                 share=share,
             )
-        self._kv = KVCache(
+        self._kv: KVCache | None = KVCache(
             config,
             num_pages=num_pages,
             page_size=page_size,
@@ -125,7 +125,8 @@ class LLM:
             config.eos_token_ids,
             PromptLimits(vocab_size, context, num_pages, page_size),
         )
-        self._loaded = loaded
+        self._config, self._tokenizer = config, tokenizer
+        self._name, self._generation_defaults = loaded.name, dict(loaded.generation_defaults)
         self._engine_config = engine
         self._default_params = _default_params(loaded)
         self._next_request_id = 0
@@ -135,16 +136,18 @@ class LLM:
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        return self._loaded.tokenizer
+        return self._tokenizer
 
     @property
     def config(self) -> ModelConfig:
         """The model's shape."""
-        return self._loaded.config
+        return self._config
 
     @property
     def kv_cache(self) -> KVCache:
-        """The paged KV cache, for inspection."""
+        """The paged KV cache, for inspection. Raises RuntimeError once closed."""
+        self._check_open("kv_cache")
+        assert self._kv is not None  # only close lets it go
         return self._kv
 
     @property
@@ -155,7 +158,7 @@ class LLM:
     @property
     def name(self) -> str:
         """The alias, or the name of the directory or file that the model came from."""
-        return self._loaded.name
+        return self._name
 
     @property
     def generation_defaults(self) -> dict[str, Any]:
@@ -163,7 +166,7 @@ class LLM:
 
         They hold where sampling_params is None.
         """
-        return dict(self._loaded.generation_defaults)
+        return dict(self._generation_defaults)
 
     def stats(self) -> EngineStats:
         """Counters of the engine now: sequences, pages, preemptions, steps."""
@@ -258,10 +261,15 @@ class LLM:
         return self._events(prepared)
 
     def close(self) -> None:
-        """Abort what is unfinished and refuse further work. May be called twice."""
+        """Abort what is unfinished, let go of weights and cache, refuse further work.
+
+        May be called twice. Memory is freed unless the caller holds the model elsewhere.
+        """
         if not self._is_closed:
             self._is_closed = True
             self._core.abort_all()
+            self._core.release_executor()
+            self._kv = None
 
     def __enter__(self) -> LLM:
         return self
