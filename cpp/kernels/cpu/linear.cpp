@@ -2,8 +2,8 @@
 // the order of sums, which makes each row of the result independent of the others.
 //
 // A task takes a panel of weight rows that fits the second-level cache. Within it, a chunk of input
-// rows stays in the first-level cache while groups of weight rows pass by, so weights come from
-// memory once, when the first chunk asks for them, and the next group is prefetched meanwhile.
+// rows meets one group of weight rows after the other, so weights come from memory once, when the
+// first chunk asks for them, and the next group is prefetched meanwhile.
 #include "kernels/linear/linear.h"
 
 #include "common/thread_pool.h"
@@ -15,7 +15,7 @@
 namespace astrai::kernels::cpu::ASTRAI_ISA {
 namespace {
 
-constexpr int64_t kMaxChunkRows = 2 * kMaxTileRows;
+constexpr int64_t kChunkRows = 12;
 constexpr int64_t kMaxPanelOutputs = 20 * kGroupOutputs;
 
 struct PackedInputs {
@@ -50,7 +50,7 @@ PackedInputs pack_inputs(const LinearParams& params) {
 
 // Results of a chunk of input rows times a panel of weight rows, on their way out.
 struct PanelResults {
-  float values[kMaxChunkRows][kMaxPanelOutputs];
+  float values[kChunkRows][kMaxPanelOutputs];
 };
 
 // out[m, first_output + n] = results[n] + bias[first_output + n]
@@ -89,7 +89,7 @@ void compute_tile(const LinearParams& params, const PackedInputs& inputs, int64_
 template <class W, int M>
 void compute_group(const LinearParams& params, const PackedInputs& inputs, int64_t m, int64_t n,
                    int64_t count, int64_t prefetch_bytes, float* results) {
-  constexpr int kOutputs = tile_outputs(M);
+  constexpr int kOutputs = kTileOutputs[M];
   static_assert(kGroupOutputs % kOutputs == 0);
   int64_t done = 0;
   for (; done + kOutputs <= count; done += kOutputs) {
@@ -100,10 +100,11 @@ void compute_group(const LinearParams& params, const PackedInputs& inputs, int64
   }
 }
 
-// Input rows of the next tile when `left` are to be done: as even as possible.
+// Input rows of the next tile when `left` are to be done.
 int64_t next_tile_rows(int64_t left) {
-  const int64_t tiles = (left + kMaxTileRows - 1) / kMaxTileRows;
-  return (left + tiles - 1) / tiles;
+  if (left <= kMaxTileRows) return left;
+  if (left > 2 * kMaxTileRows || kFullTileRows < kMaxTileRows) return kFullTileRows;
+  return (left + 1) / 2;
 }
 
 template <class W>
@@ -111,8 +112,7 @@ void compute_tile_rows(int64_t tile_rows, const LinearParams& params, const Pack
                        int64_t m, int64_t n, int64_t count, int64_t prefetch_bytes,
                        float* results) {
   static constexpr decltype(&compute_group<W, 1>) kCompute[kMaxTileRows] = {
-      compute_group<W, 1>, compute_group<W, 2>, compute_group<W, 3>,
-      compute_group<W, 4>, compute_group<W, 5>, compute_group<W, 6>};
+      compute_group<W, 1>, compute_group<W, 2>, compute_group<W, 3>, compute_group<W, 4>};
   kCompute[tile_rows - 1](params, inputs, m, n, count, prefetch_bytes, results);
 }
 
@@ -125,7 +125,8 @@ void compute_chunk(const LinearParams& params, const PackedInputs& inputs, int64
   for (int64_t n = first_output; n < last_output; n += kGroupOutputs) {
     const int64_t count = last_output - n < kGroupOutputs ? last_output - n : kGroupOutputs;
     // Only the first rows to meet a group find it in memory rather than in cache.
-    int64_t prefetch_bytes = first_row == 0 ? group_bytes : 0;
+    const bool more = n + kGroupOutputs < params.num_outputs;
+    int64_t prefetch_bytes = first_row == 0 && more ? group_bytes : 0;
     for (int64_t m = first_row; m < last_row;) {
       const int64_t tile_rows = next_tile_rows(last_row - m);
       float* tile_results = results.values[m - first_row] + (n - first_output);
@@ -136,24 +137,13 @@ void compute_chunk(const LinearParams& params, const PackedInputs& inputs, int64
   }
 }
 
-// Input rows that pass a group of weight rows together: two tiles if they leave the first-level
-// cache room for weights, or if there are no more rows, so that weights come from memory only once.
-int64_t chunk_rows(const LinearParams& params) {
-  constexpr int64_t kChunkBytes = 24 * 1024;
-  const int64_t row_bytes = params.num_inputs * int64_t{sizeof(float)};
-  const bool two_tiles =
-      params.num_rows <= kMaxChunkRows || kMaxChunkRows * row_bytes <= kChunkBytes;
-  return two_tiles ? kMaxChunkRows : kMaxTileRows;
-}
-
 template <class W>
 void compute_panel(const LinearParams& params, const PackedInputs& inputs, int64_t first_output,
                    int64_t last_output) {
   PanelResults results;
-  const int64_t chunk = chunk_rows(params);
-  for (int64_t first_row = 0; first_row < params.num_rows; first_row += chunk) {
-    const int64_t last_row =
-        first_row + chunk < params.num_rows ? first_row + chunk : params.num_rows;
+  for (int64_t first_row = 0; first_row < params.num_rows; first_row += kChunkRows) {
+    const int64_t left = params.num_rows - first_row;
+    const int64_t last_row = first_row + (left < kChunkRows ? left : kChunkRows);
     compute_chunk<W>(params, inputs, first_row, last_row, first_output, last_output, results);
     for (int64_t m = first_row; m < last_row; ++m) {
       dispatch_float_dtype(params.out_dtype, [&]<class Out>() {
@@ -164,15 +154,16 @@ void compute_panel(const LinearParams& params, const PackedInputs& inputs, int64
   }
 }
 
-// Weight rows of a task: whole groups, at most what stays in the second-level cache, and few enough
-// that threads which start late still find work.
+// Weight rows of a task: whole groups; few enough that threads which start late still find work;
+// and, when they are to be read more than once, what stays in the second-level cache meanwhile.
 int64_t panel_outputs(const LinearParams& params) {
   constexpr int64_t kPanelBytes = 128 * 1024;
-  const int64_t row_bytes = params.num_inputs * dtype_bytes(params.weight_dtype) + 1;
-  int64_t outputs = kPanelBytes / row_bytes;
-  const int64_t fair_share = params.num_outputs / (4 * int64_t{num_threads()});
-  if (outputs > fair_share) outputs = fair_share;
+  int64_t outputs = params.num_outputs / (4 * int64_t{num_threads()});
   if (outputs > kMaxPanelOutputs) outputs = kMaxPanelOutputs;
+  if (params.num_rows > kChunkRows) {
+    const int64_t cached = kPanelBytes / (params.num_inputs * dtype_bytes(params.weight_dtype) + 1);
+    if (outputs > cached) outputs = cached;
+  }
   outputs = outputs / kGroupOutputs * kGroupOutputs;
   return outputs > kGroupOutputs ? outputs : kGroupOutputs;
 }
@@ -183,11 +174,19 @@ void linear(const LinearParams& params) {
   dispatch_float_dtype(params.weight_dtype, [&]<class W>() {
     const PackedInputs inputs = pack_inputs<W>(params);
     const int64_t panel = panel_outputs(params);
-    parallel_for((params.num_outputs + panel - 1) / panel, [&](int64_t task) {
+    const int64_t num_panels = (params.num_outputs + panel - 1) / panel;
+    const auto compute = [&](int64_t task) {
       const int64_t first = task * panel;
       const int64_t last = first + panel < params.num_outputs ? first + panel : params.num_outputs;
       compute_panel<W>(params, inputs, first, last);
-    });
+    };
+    // Less work than waking a second thread is worth.
+    constexpr int64_t kSerialProducts = 64 * 1024;
+    if (params.num_rows * params.num_outputs * params.num_inputs < kSerialProducts) {
+      for (int64_t task = 0; task < num_panels; ++task) compute(task);
+    } else {
+      parallel_for(num_panels, compute);
+    }
   });
 }
 

@@ -15,19 +15,18 @@ namespace astrai::kernels::cpu::ASTRAI_ISA {
 // K advances by two vectors at a time.
 constexpr int64_t kBlock = 2 * VecF::kLanes;
 
-// R of the tile for M input rows. Fewer accumulators than there are vector registers: GCC 12 spills
-// them from 12 of 16 on, which halves the speed, and 9 or 10 already reach nine tenths of the peak.
-// kGroupOutputs is a multiple of every R.
-constexpr int kMaxTileRows = 6;
+// R of the tile for M input rows. With 16 vector registers no more than 9 accumulators: GCC 12
+// spills them from 10 to 12 on, depending on the dtype, and 3 by 3 reaches 95 % of the peak of a
+// Zen 3 core from the second-level cache. kGroupOutputs is a multiple of every R.
+constexpr int kMaxTileRows = 4;
 constexpr int kGroupOutputs = 12;
-constexpr int tile_outputs(int tile_rows) {
 #if defined(__AVX512F__) || defined(__ARM_NEON)  // 32 registers
-  return tile_rows <= 4 ? 6 : 4;
-#else  // 16 registers
-  constexpr int kOutputs[kMaxTileRows + 1] = {0, 6, 4, 3, 2, 2, 2};
-  return kOutputs[tile_rows];
+constexpr int kFullTileRows = 4;                 // of tiles while there are plenty of rows
+constexpr int kTileOutputs[kMaxTileRows + 1] = {0, 6, 6, 6, 6};
+#else
+constexpr int kFullTileRows = 3;
+constexpr int kTileOutputs[kMaxTileRows + 1] = {0, 6, 4, 3, 2};
 #endif
-}
 
 // Stops the compiler from reading a value again from memory at each use.
 inline void keep_in_register(VecF& a) {

@@ -193,6 +193,9 @@ inline VecF vselect_lt(VecF a, VecF b, VecF x, VecF y) {
 typedef float Float4 __attribute__((vector_size(16)));
 typedef float Float4Unaligned __attribute__((vector_size(16), aligned(4), may_alias));
 typedef int32_t Int4 __attribute__((vector_size(16)));
+typedef uint32_t UInt4 __attribute__((vector_size(16)));
+typedef uint16_t UShort4 __attribute__((vector_size(8)));
+typedef uint16_t UShort4Unaligned __attribute__((vector_size(8), aligned(2), may_alias));
 
 struct VecF {
   static constexpr int kLanes = 4;
@@ -205,17 +208,33 @@ inline VecF vset1(float x) {
 inline VecF vload(const float* p) {
   return {*reinterpret_cast<const Float4Unaligned*>(p)};
 }
+inline UInt4 load_halves(const void* p) {
+  return __builtin_convertvector(*static_cast<const UShort4Unaligned*>(p), UInt4);
+}
 inline VecF vload(const bf16* p) {
-  return {Float4{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])}};
+  return {reinterpret_cast<Float4>(load_halves(p) << 16)};
 }
 inline VecF vload(const fp16* p) {
-  return {Float4{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])}};
+  const UInt4 bits = load_halves(p);
+  const UInt4 magnitude = (bits & 0x7fffu) << 13;
+  // The exponent's bias goes from 15 to 127; infinity and NaN need the same step once more.
+  const UInt4 special = reinterpret_cast<UInt4>(magnitude >= 0x0f800000u) & 0x38000000u;
+  const UInt4 normal = magnitude + 0x38000000u + special;
+  // A subnormal m * 2^-24 is (1 + m / 1024) * 2^-14 less 2^-14, without a subnormal operand.
+  const Float4 small = reinterpret_cast<Float4>(magnitude + 0x38800000u) - 0x1p-14f;
+  const UInt4 is_small = reinterpret_cast<UInt4>(magnitude < 0x00800000u);
+  const UInt4 value = (is_small & reinterpret_cast<UInt4>(small)) | (~is_small & normal);
+  return {reinterpret_cast<Float4>(value | ((bits & 0x8000u) << 16))};
 }
 inline void vstore(float* p, VecF a) {
   *reinterpret_cast<Float4Unaligned*>(p) = a.v;
 }
 inline void vstore(bf16* p, VecF a) {
-  for (int i = 0; i < 4; ++i) p[i] = from_float<bf16>(a.v[i]);
+  const UInt4 bits = reinterpret_cast<UInt4>(a.v);
+  const UInt4 rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  const UInt4 nan = reinterpret_cast<UInt4>(a.v != a.v);
+  const UInt4 value = (nan & (bits | 0x400000u)) | (~nan & rounded);
+  *reinterpret_cast<UShort4Unaligned*>(p) = __builtin_convertvector(value >> 16, UShort4);
 }
 inline void vstore(fp16* p, VecF a) {
   for (int i = 0; i < 4; ++i) p[i] = from_float<fp16>(a.v[i]);
