@@ -79,13 +79,15 @@ test: $(STAMPS)/install $(STAMPS)/model $(STAMPS)/test-tools $(STAMPS)/cpp-tests
 lint: $(STAMPS)/install $(STAMPS)/test-tools ## check formats, ruff and types
 	$(BIN)/ruff check $(PY_PATHS)
 	$(BIN)/ruff format --check $(PY_PATHS)
-	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+	@echo "clang-format --dry-run -Werror ($(words $(CPP_FILES)) files)"
+	@$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 	cp $(RELEASE)/extension/_ext.pyi python/astrai/extension/lib/  # so that mypy sees the module
 	$(BIN)/mypy python/astrai
 
 .PHONY: tidy
 tidy: $(STAMPS)/install $(STAMPS)/test-tools ## run clang-tidy over the C++ host code (slow)
-	printf '%s\n' $(TIDY_FILES) | xargs -P $(JOBS) -n 1 $(BIN)/clang-tidy --quiet -p $(RELEASE)
+	@echo "clang-tidy ($(words $(TIDY_FILES)) files)"
+	@printf '%s\n' $(TIDY_FILES) | xargs -P $(JOBS) -n 1 $(BIN)/clang-tidy --quiet -p $(RELEASE)
 
 .PHONY: format
 format: $(STAMPS)/test-tools ## rewrite C++ and Python files in the project's format
