@@ -75,11 +75,11 @@ void store_row(const LinearParams& params, int64_t m, int64_t first_output, int6
 
 template <class W, int R, int M>
 void compute_tile(const LinearParams& params, const PackedInputs& inputs, int64_t m, int64_t n,
-                  int64_t prefetch_bytes, float* results) {
+                  Prefetch prefetch, float* results) {
   const W* weight = static_cast<const W*>(params.weight) + n * params.weight_stride;
   float dots[(R * M + 3) / 4 * 4];
   dot_tile<W, R, M>(weight, params.weight_stride, inputs.data + m * inputs.stride, inputs.stride,
-                    params.num_inputs, prefetch_bytes, dots);
+                    params.num_inputs, prefetch, dots);
   for (int i = 0; i < M; ++i) {
     for (int r = 0; r < R; ++r) results[i * kMaxPanelOutputs + r] = dots[i * R + r];
   }
@@ -88,15 +88,17 @@ void compute_tile(const LinearParams& params, const PackedInputs& inputs, int64_
 // M input rows from m times the `count` weight rows from n; count <= kGroupOutputs.
 template <class W, int M>
 void compute_group(const LinearParams& params, const PackedInputs& inputs, int64_t m, int64_t n,
-                   int64_t count, int64_t prefetch_bytes, float* results) {
+                   int64_t count, Prefetch prefetch, float* results) {
   constexpr int kOutputs = kTileOutputs[M];
   static_assert(kGroupOutputs % kOutputs == 0);
-  int64_t done = 0;
-  for (; done + kOutputs <= count; done += kOutputs) {
-    compute_tile<W, kOutputs, M>(params, inputs, m, n + done, prefetch_bytes, results + done);
+  const int64_t num_tiles = count / kOutputs;
+  for (int64_t tile = 0; tile < num_tiles; ++tile) {
+    const int64_t done = tile * kOutputs;
+    compute_tile<W, kOutputs, M>(params, inputs, m, n + done, prefetch.part(tile, num_tiles),
+                                 results + done);
   }
-  for (; done < count; ++done) {
-    compute_tile<W, 1, M>(params, inputs, m, n + done, prefetch_bytes, results + done);
+  for (int64_t done = num_tiles * kOutputs; done < count; ++done) {
+    compute_tile<W, 1, M>(params, inputs, m, n + done, {}, results + done);
   }
 }
 
@@ -109,29 +111,42 @@ int64_t next_tile_rows(int64_t left) {
 
 template <class W>
 void compute_tile_rows(int64_t tile_rows, const LinearParams& params, const PackedInputs& inputs,
-                       int64_t m, int64_t n, int64_t count, int64_t prefetch_bytes,
-                       float* results) {
+                       int64_t m, int64_t n, int64_t count, Prefetch prefetch, float* results) {
   static constexpr decltype(&compute_group<W, 1>) kCompute[kMaxTileRows] = {
       compute_group<W, 1>, compute_group<W, 2>, compute_group<W, 3>, compute_group<W, 4>};
-  kCompute[tile_rows - 1](params, inputs, m, n, count, prefetch_bytes, results);
+  kCompute[tile_rows - 1](params, inputs, m, n, count, prefetch, results);
+}
+
+// The group of weight rows after the one from n. Rows longer than kLongRow are left to the
+// hardware, which follows each by itself; rows with wide gaps between them too.
+Prefetch group_after(const LinearParams& params, int64_t n) {
+  constexpr int64_t kLongRow = 12 * 1024;
+  const int64_t item = dtype_bytes(params.weight_dtype);
+  const int64_t row_bytes = params.num_inputs * item;
+  const int64_t stride_bytes = params.weight_stride * item;
+  const int64_t next = n + kGroupOutputs;
+  const bool dense = stride_bytes >= row_bytes && stride_bytes <= row_bytes + row_bytes / 4;
+  if (next >= params.num_outputs || !dense || row_bytes > kLongRow) return {};
+  return {.address = reinterpret_cast<uintptr_t>(params.weight) +
+                     static_cast<uintptr_t>(next * stride_bytes),
+          .bytes = kGroupOutputs * stride_bytes};
 }
 
 template <class W>
 void compute_chunk(const LinearParams& params, const PackedInputs& inputs, int64_t first_row,
                    int64_t last_row, int64_t first_output, int64_t last_output,
                    PanelResults& results) {
-  const int64_t group_bytes =
-      kGroupOutputs * params.weight_stride * dtype_bytes(params.weight_dtype);
+  int64_t num_tiles = 0;
+  for (int64_t m = first_row; m < last_row; m += next_tile_rows(last_row - m)) ++num_tiles;
   for (int64_t n = first_output; n < last_output; n += kGroupOutputs) {
     const int64_t count = last_output - n < kGroupOutputs ? last_output - n : kGroupOutputs;
     // Only the first rows to meet a group find it in memory rather than in cache.
-    const bool more = n + kGroupOutputs < params.num_outputs;
-    int64_t prefetch_bytes = first_row == 0 && more ? group_bytes : 0;
-    for (int64_t m = first_row; m < last_row;) {
+    const Prefetch next_group = first_row == 0 ? group_after(params, n) : Prefetch{};
+    int64_t m = first_row;
+    for (int64_t tile = 0; tile < num_tiles; ++tile) {
       const int64_t tile_rows = next_tile_rows(last_row - m);
-      float* tile_results = results.values[m - first_row] + (n - first_output);
-      compute_tile_rows<W>(tile_rows, params, inputs, m, n, count, prefetch_bytes, tile_results);
-      prefetch_bytes = 0;
+      compute_tile_rows<W>(tile_rows, params, inputs, m, n, count, next_group.part(tile, num_tiles),
+                           results.values[m - first_row] + (n - first_output));
       m += tile_rows;
     }
   }

@@ -125,25 +125,42 @@ inline void reduce_four(const VecF* sums, float* out) {
 #endif
 }
 
+// Memory to ask for while a tile computes; bytes 0 = none. Spread evenly over the tile's blocks,
+// since only so many requests can be in flight.
+struct Prefetch {
+  uintptr_t address = 0;
+  int64_t bytes = 0;
+
+  // The part of this that falls to one of `parts` equal ones.
+  Prefetch part(int64_t index, int64_t parts) const {
+    return {.address = address + static_cast<uintptr_t>(bytes / parts * index),
+            .bytes = bytes / parts};
+  }
+};
+
 // dots[m * R + r] = weight row r . input row m; dots has room for a multiple of four. Input rows
 // are packed and padded with zeros to whole blocks; weight rows are read up to num_inputs only.
-// Weights that lie prefetch_bytes further on are asked for meanwhile; 0 = none.
 template <class W, int R, int M>
 inline void dot_tile(const W* weight, int64_t weight_stride, const float* x, int64_t x_stride,
-                     int64_t num_inputs, int64_t prefetch_bytes, float* dots) {
+                     int64_t num_inputs, Prefetch prefetch, float* dots) {
   constexpr int kSums = R * M;
   VecF sums[kSums];
 #pragma GCC unroll 32
   for (int i = 0; i < kSums; ++i) sums[i] = vzero();
   int64_t k = 0;
   const int64_t whole = num_inputs / kBlock * kBlock;
-  if (prefetch_bytes != 0) {
+  if (prefetch.bytes != 0 && whole != 0) {
+    // At most as much as the tile itself reads in a block.
+    constexpr int64_t kLine = 64;
+    constexpr int64_t kMaxLines = (R * kBlock * int64_t{sizeof(W)} + kLine - 1) / kLine;
+    const int64_t step = prefetch.bytes / (whole / kBlock);
+    uintptr_t ahead = prefetch.address;
     for (; k < whole; k += kBlock) {
-      const auto ahead = reinterpret_cast<uintptr_t>(weight + k) + prefetch_bytes;
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        __builtin_prefetch(reinterpret_cast<const void*>(ahead + r * weight_stride * sizeof(W)));
+      for (int64_t line = 0; line < kMaxLines; ++line) {
+        __builtin_prefetch(reinterpret_cast<const void*>(ahead + line * kLine));
       }
+      ahead += step;
       accumulate_half<W, 0, R, M>(weight + k, weight_stride, x + k, x_stride, sums);
       accumulate_half<W, 1, R, M>(weight + k, weight_stride, x + k, x_stride, sums);
     }
