@@ -67,6 +67,26 @@ TEST(SiluMul, ManyRowsOverThreads) {
   }
 }
 
+TEST(SiluMul, AnElementIsBitwiseTheSameWhereverItStands) {
+  constexpr int64_t kColumns = 37;
+  for (const TestTarget& target : testing::test_targets()) {
+    target.activate();
+    Random random(testing::test_seed());
+    std::vector<float> row(2 * kColumns);
+    for (float& value : row) value = 3.0f * random.normal();
+    std::vector<float> out(kColumns);
+    silu_mul(TensorView::contiguous(row.data(), DType::kFloat32, {1, 2 * kColumns}),
+             TensorView::contiguous(out.data(), DType::kFloat32, {1, kColumns}), nullptr);
+    for (size_t i = 0; i < kColumns; ++i) {
+      float pair[2] = {row[i], row[kColumns + i]};
+      float alone = 0.0f;
+      silu_mul(TensorView::contiguous(pair, DType::kFloat32, {1, 2}),
+               TensorView::contiguous(&alone, DType::kFloat32, {1, 1}), nullptr);
+      ASSERT_EQ(alone, out[i]) << target.name() << " column " << i;
+    }
+  }
+}
+
 TEST(SiluMul, ExtremeGates) {
   const float infinity = std::numeric_limits<float>::infinity();
   const float huge = std::numeric_limits<float>::max();
