@@ -1,6 +1,7 @@
 // Decode attention on one GPU: verifies each shape against the scalar kernel, then times it.
 //
-//   attn_cuda_bench [--json FILE] [--quick] [--sweep] [--dense] [--fixed KEYS] [--page-size N]...
+//   attn_cuda_bench [--json FILE] [--quick] [--sweep] [--dense] [--fixed KEYS] [--max-cluster N] [--narrow | --wide]
+//                   [--page-size N]...
 //
 // Cold cache: a CUDA graph of launches over several copies of the pages, together larger than L2.
 // Times are medians over graph replays, in microseconds per launch, between device events; GB/s
@@ -163,6 +164,8 @@ struct Options {
   std::string json_path;
   bool quick = false;
   bool sweep = false;
+  int64_t max_cluster = 0;
+  kernels::DecodeVariant variant = kernels::DecodeVariant::kAuto;
   bool dense = false;
   int64_t fixed_split_keys = 0;
   std::vector<int64_t> page_sizes;
@@ -171,8 +174,9 @@ struct Options {
 // One grid point: copies of the pages, shuffled page lists, a query and an output each.
 class DecodeProblem {
  public:
-  DecodeProblem(const Shape& shape, const Point& point, int64_t page_size, bool dense)
-      : shape_(shape), point_(point), page_size_(page_size), dense_(dense) {
+  DecodeProblem(const Shape& shape, const Point& point, int64_t page_size, bool dense,
+                kernels::DecodeVariant variant)
+      : shape_(shape), point_(point), page_size_(page_size), dense_(dense), variant_(variant) {
     pages_each_ = (point.context + page_size - 1) / page_size;
     num_pages_ = pages_each_ * point.num_requests;
     kv_elements_ = num_pages_ * page_size * shape.num_kv_heads * shape.head_dim;
@@ -226,6 +230,7 @@ class DecodeProblem {
     kernels::AttentionOptions options;
     options.num_splits = num_splits;
     options.fixed_split_keys = fixed_split_keys;
+    options.max_kv_len = point_.context;
     options.stream = stream;
     options.o_part = &o_part;
     options.ml_part = &ml_part;
@@ -262,7 +267,7 @@ class DecodeProblem {
     ASTRAI_CHECK_CUDA(cudaMemset(out_[0]->data(), 0xff, q_elements() * 2));
     launch(0, 1, 0, nullptr);
     const std::vector<float> expected = download();
-    kernels::force_decode_variant(kernels::DecodeVariant::kAuto);
+    kernels::force_decode_variant(variant_);
     ASTRAI_CHECK_CUDA(cudaMemset(out_[0]->data(), 0xff, q_elements() * 2));
     launch(0, num_splits, fixed_split_keys, nullptr);
     const std::vector<float> found = download();
@@ -286,7 +291,7 @@ class DecodeProblem {
   }
 
  private:
-  static constexpr int64_t kMaxPartials = 256;
+  static constexpr int64_t kMaxPartials = 512;
 
   int64_t q_elements() const {
     return point_.num_requests * shape_.num_q_heads * shape_.head_dim;
@@ -313,6 +318,7 @@ class DecodeProblem {
   Point point_;
   int64_t page_size_;
   bool dense_;
+  kernels::DecodeVariant variant_;
   int64_t pages_each_ = 0, num_pages_ = 0, kv_elements_ = 0, num_copies_ = 0;
   std::vector<std::unique_ptr<DeviceMemory>> kv_, q_, out_;
   std::unique_ptr<DeviceMemory> indptr_, indices_, lens_, o_part_, ml_part_;
@@ -347,6 +353,7 @@ void write_json(FILE* file, const Row& row, double read_gbps, const Options& opt
 }
 
 int run(const Options& options) {
+  kernels::force_decode_max_cluster(options.max_cluster);
   cudaDeviceProp properties{};
   ASTRAI_CHECK_CUDA(cudaGetDeviceProperties(&properties, 0));
   const double read_gbps = measure_read_gbps();
@@ -365,7 +372,7 @@ int run(const Options& options) {
       const Point& point = kPoints[p];
       if (options.quick && (s > 2 || point.context > 32768)) continue;
       for (int64_t page_size : options.page_sizes) {
-        DecodeProblem problem(shape, point, page_size, options.dense);
+        DecodeProblem problem(shape, point, page_size, options.dense, options.variant);
         std::vector<int64_t> all_splits{0};
         if (options.sweep) all_splits = {0, 1, 2, 3, 4, 6, 8, 16, 24, 32, 48, 64, 128};
         for (int64_t splits : all_splits) {
@@ -414,6 +421,12 @@ Options parse(int argc, char** argv) {
       options.dense = true;
     } else if (argument == "--fixed") {
       options.fixed_split_keys = std::stoll(value());
+    } else if (argument == "--max-cluster") {
+      options.max_cluster = std::stoll(value());
+    } else if (argument == "--narrow") {
+      options.variant = kernels::DecodeVariant::kNarrow;
+    } else if (argument == "--wide") {
+      options.variant = kernels::DecodeVariant::kWide;
     } else if (argument == "--page-size") {
       options.page_sizes.push_back(std::stoll(value()));
     } else {

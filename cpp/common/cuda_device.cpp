@@ -49,7 +49,8 @@ void check_code(const KernelConfig& kernel, int device) {
   ASTRAI_CHECK_CUDA(status);
 }
 
-// The largest power of two of blocks that the device can hold as one cluster of this kernel.
+// The largest power of two of blocks that clusters of this kernel can have and still cover nearly all
+// multiprocessors at once: larger ones leave gaps in the groups that a cluster must stay inside.
 int max_cluster_size(const KernelConfig& kernel, const CudaDevice& device) {
   if (device.compute_major < 9) return 1;
   ASTRAI_CHECK_CUDA(
@@ -68,7 +69,7 @@ int max_cluster_size(const KernelConfig& kernel, const CudaDevice& device) {
     config.numAttrs = 1;
     int clusters = 0;
     const cudaError_t status = cudaOccupancyMaxActiveClusters(&clusters, kernel.function, &config);
-    if (status == cudaSuccess && clusters > 0) return size;
+    if (status == cudaSuccess && clusters * size * 10 >= device.num_sms * 9) return size;
     if (status != cudaSuccess) cudaGetLastError();  // this size does not fit: try the next
   }
   return 1;

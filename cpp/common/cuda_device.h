@@ -39,7 +39,7 @@ struct KernelConfig {
 
 struct KernelFacts {
   int blocks_per_sm = 1;
-  int max_cluster_size = 1;  // 1 where the device has no clusters
+  int max_cluster_size = 1;  // that can cover the device; 1 where it has no clusters
 };
 
 // Readies a kernel for launches on the current device, which must be `device`: checks that the

@@ -18,18 +18,30 @@ constexpr DecodeDeviceFacts kBig{
 constexpr DecodeDeviceFacts kNoClusters{
     .num_sms = 108, .blocks_per_sm = 1, .block_tile_keys = 64, .max_cluster_size = 1};
 
-TEST(PlanDecode, FillsTheDeviceWithWholeClusters) {
-  const DecodePlan plan = plan_decode(kBig, {.num_units = 8, .kv_len = 4096}, kUnlimited);
-  EXPECT_EQ(plan.num_splits, 32);
-  EXPECT_EQ(plan.cluster_size, 16);
-  EXPECT_EQ(plan.num_partials(), 2);
+TEST(PlanDecode, ShortRequestsAreOneCluster) {
+  const DecodePlan plan = plan_decode(kBig, {.num_units = 8, .kv_len = 512}, kUnlimited);
+  EXPECT_EQ(plan.num_splits, 8);
+  EXPECT_EQ(plan.cluster_size, 8);
+  EXPECT_EQ(plan.num_partials(), 1);
   EXPECT_EQ(plan.min_split_keys, 64);
 }
 
-TEST(PlanDecode, ShortRequestsGetOneRoundPerSplit) {
-  const DecodePlan plan = plan_decode(kBig, {.num_units = 8, .kv_len = 512}, kUnlimited);
-  EXPECT_EQ(plan.num_splits, 8);
-  EXPECT_EQ(plan.num_partials(), 1);
+TEST(PlanDecode, LongRequestsFillTheDevice) {
+  const DecodePlan plan = plan_decode(kBig, {.num_units = 8, .kv_len = 100000}, kUnlimited);
+  EXPECT_EQ(plan.num_splits, 33);
+  EXPECT_EQ(plan.num_partials(), 33);
+}
+
+TEST(PlanDecode, ClustersNeverOutnumberTheMultiprocessors) {
+  for (int64_t units = 1; units < 200; ++units) {
+    for (int64_t kv_len : {1, 100, 1000, 4000, 8000}) {
+      const DecodePlan plan =
+          plan_decode(kBig, {.num_units = units, .kv_len = kv_len}, kUnlimited);
+      if (plan.cluster_size > 1) {
+        EXPECT_LE(units * plan.num_splits, kBig.num_sms);
+      }
+    }
+  }
 }
 
 TEST(PlanDecode, AFullDeviceIsNotSplit) {
@@ -67,17 +79,17 @@ TEST(PlanDecode, FixedSplitsDependOnTheBoundOnlyInTheirNumber) {
       plan_decode_fixed(kBig, {.num_units = 900, .max_kv_len = 10000}, 256, 100);
   EXPECT_EQ(small.min_split_keys, 256);
   EXPECT_EQ(large.min_split_keys, 256);
-  EXPECT_EQ(small.cluster_size, large.cluster_size);
+  EXPECT_EQ(small.cluster_size, 1);
+  EXPECT_EQ(large.cluster_size, 1);
   EXPECT_GE(small.num_splits * 256, 600);
   EXPECT_GE(large.num_splits * 256, 10000);
 }
 
 TEST(PlanDecode, FixedSplitsNeedRoom) {
   expect_error<std::invalid_argument>(
-      "plan_decode: fixed splits of 256 keys need 10 partials for 10000 keys; expected at most the "
-      "9 "
-      "that there is room for",
-      [] { plan_decode_fixed(kBig, {.num_units = 8, .max_kv_len = 10000}, 256, 9); });
+      "plan_decode: fixed splits of 256 keys need 40 partials for 10000 keys; expected at most the "
+      "39 that there is room for",
+      [] { plan_decode_fixed(kBig, {.num_units = 8, .max_kv_len = 10000}, 256, 39); });
   expect_error<std::invalid_argument>(
       "plan_decode: fixed split of 100 keys; expected a multiple of 64",
       [] { plan_decode_fixed(kBig, {.num_units = 8, .max_kv_len = 10000}, 100, 9); });
@@ -85,19 +97,20 @@ TEST(PlanDecode, FixedSplitsNeedRoom) {
 
 TEST(PlanDecode, AGivenNumberIsKept) {
   for (int64_t splits : {1, 2, 3, 7, 24, 50, 256}) {
-    const DecodePlan plan = plan_decode_given(kBig, splits);
+    const DecodePlan plan = plan_decode_given(kBig, {.num_units = 4}, splits);
     EXPECT_EQ(plan.num_splits, splits);
     EXPECT_EQ(splits % plan.cluster_size, 0);
   }
-  EXPECT_EQ(plan_decode_given(kBig, 24).cluster_size, 8);
-  EXPECT_EQ(plan_decode_given(kNoClusters, 24).cluster_size, 1);
+  EXPECT_EQ(plan_decode_given(kBig, {.num_units = 4}, 24).cluster_size, 8);
+  EXPECT_EQ(plan_decode_given(kBig, {.num_units = 100}, 24).cluster_size, 1);
+  EXPECT_EQ(plan_decode_given(kNoClusters, {}, 24).cluster_size, 1);
 }
 
 TEST(PlanDecode, RefusesNonsense) {
   EXPECT_THROW(plan_decode({.num_sms = 0}, {}, 1), std::invalid_argument);
   EXPECT_THROW(plan_decode(kBig, {.num_units = 0}, 1), std::invalid_argument);
   EXPECT_THROW(plan_decode(kBig, {}, 0), std::invalid_argument);
-  EXPECT_THROW(plan_decode_given(kBig, 0), std::invalid_argument);
+  EXPECT_THROW(plan_decode_given(kBig, {}, 0), std::invalid_argument);
 }
 
 }  // namespace

@@ -169,8 +169,6 @@ void expect_replay_equals_eager(PagedBatch& batch, kernels::AttentionOptions opt
     batch.set_lens(lens);
     batch.decode(options);
     const std::vector<uint8_t> eager = batch.result();
-    batch.out.upload();
-    batch.out_view = batch.out_view;
     ASTRAI_CHECK_CUDA(cudaMemset(batch.out_view.data, 0xff, 5 * batch.out_view.strides[0] * 2));
     ASTRAI_CHECK_CUDA(cudaGraphLaunch(executable, stream));
     EXPECT_EQ(batch.result(), eager);
@@ -247,6 +245,39 @@ TEST_F(AttnDecodeCuda, ShortRowsAreTheSameWhetherCombinedOrNot) {
   batch.indices_view.shape[0] = 20;  // room for 320 keys: one cluster
   batch.decode(options);
   EXPECT_EQ(batch.out_row(0), combined);
+}
+
+// The shapes of the tensor-core kernel, which the launcher chooses by batch size, agree closely on
+// batches of any size.
+TEST_F(AttnDecodeCuda, BothShapesServeEveryBatch) {
+  for (int64_t head_dim : {32, 64, 80, 96, 128, 256}) {
+    PagedBatch batch(5, 640, 14, 2, head_dim, 16);
+    batch.set_lens({1, 200, 33, 640, 0});
+    for (int64_t splits : {0, 1, 4, 7}) {
+      kernels::AttentionOptions options;
+      options.num_splits = splits;
+      std::vector<std::vector<double>> results;
+      for (auto variant : {kernels::DecodeVariant::kScalar, kernels::DecodeVariant::kNarrow,
+                           kernels::DecodeVariant::kWide}) {
+        kernels::force_decode_variant(variant);
+        ASTRAI_CHECK_CUDA(
+            cudaMemset(batch.out_view.data, 0xff, 5 * batch.out_view.strides[0] * 2));
+        batch.decode(options);
+        batch.result();
+        std::vector<double> values;
+        for (int64_t i = 0; i < 5 * 14 * head_dim; ++i) {
+          values.push_back(
+              batch.out.get({i / (14 * head_dim), i / head_dim % 14, i % head_dim}));
+        }
+        results.push_back(values);
+      }
+      kernels::force_decode_variant(kernels::DecodeVariant::kAuto);
+      for (size_t i = 0; i < results[0].size(); ++i) {
+        ASSERT_NEAR(results[1][i], results[0][i], 2e-2) << "narrow, D " << head_dim << " at " << i;
+        ASSERT_NEAR(results[2][i], results[0][i], 2e-2) << "wide, D " << head_dim << " at " << i;
+      }
+    }
+  }
 }
 
 TEST_F(AttnDecodeCuda, AnErrorNamesTheKernel) {

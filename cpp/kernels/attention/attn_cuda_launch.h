@@ -11,9 +11,10 @@
 namespace astrai::kernels {
 
 enum class DecodeVariant : uint8_t {
-  kAuto,         // tensor cores where dtype and strides allow them
-  kScalar,       // attn_decode_split_kv.cuh
-  kTensorCores,  // attn_decode_split_kv_mma.cuh; refused where it cannot serve
+  kAuto,    // tensor cores where dtype and strides allow them
+  kScalar,  // attn_decode_split_kv.cuh
+  kNarrow,  // attn_decode_split_kv_mma.cuh in its narrow shape; refused where it cannot serve
+  kWide,    // the same in its wide shape
 };
 
 struct DecodeLaunch {
@@ -21,12 +22,15 @@ struct DecodeLaunch {
   int device = 0;                 // CUDA device index of all tensors
   void* stream = nullptr;         // cudaStream_t
   int64_t fixed_split_keys = 0;   // > 0: see plan_decode_fixed
-  int64_t max_cluster_size = 16;  // caps what the device offers
+  int64_t max_kv_len = 0;         // > 0: no request of a paged batch is longer
   int64_t partials_capacity = 0;  // splits that params.o_part holds; ignored when it is null
 };
 
 // Makes later launches of this process use one kernel, for tests and benches. kAuto undoes it.
 void force_decode_variant(DecodeVariant variant);
+
+// The same for the largest cluster; 0 undoes it.
+void force_decode_max_cluster(int64_t size);
 
 // Checked parameters in (attn_check.h); params.num_splits 0 = choose. Queues the decode kernel and,
 // where a row is left in more than one partial, the combine kernel. Reads no device memory and

@@ -17,6 +17,11 @@ int64_t floor_power_of_two(int64_t value) {
   return power;
 }
 
+// Keys of a split in a cluster: below, merging costs more than the shorter loop saves; above, a
+// second kernel costs less than the idle half of the device. Both on an H200, 2026-11.
+constexpr int64_t kMinClusterSplitKeys = 64;
+constexpr int64_t kMaxClusterSplitKeys = 512;
+
 void check_facts(const DecodeDeviceFacts& device) {
   ASTRAI_CHECK_ARG(device.num_sms >= 1 && device.blocks_per_sm >= 1 &&
                        device.block_tile_keys >= 1 && device.max_cluster_size >= 1,
@@ -33,13 +38,21 @@ DecodePlan plan_decode(const DecodeDeviceFacts& device, const DecodeBatch& batch
   ASTRAI_CHECK_ARG(batch.num_units >= 1 && batch.kv_len >= 0 && max_partials >= 1,
                    "plan_decode: num_units ", batch.num_units, ", kv_len ", batch.kv_len,
                    ", max_partials ", max_partials, "; expected at least 1, 0 and 1");
-  DecodePlan plan{.min_split_keys = device.block_tile_keys};
   const int64_t slots = device.num_sms * device.blocks_per_sm;
-  const int64_t filling = std::max<int64_t>(1, slots / batch.num_units);
+  DecodePlan plan{.min_split_keys = 1};
+
+  const int64_t clustered = floor_power_of_two(std::max<int64_t>(
+      1, std::min(device.num_sms / batch.num_units, ceil_div(batch.kv_len, kMinClusterSplitKeys))));
+  if (clustered > 1 && clustered <= device.max_cluster_size &&
+      ceil_div(batch.kv_len, clustered) <= kMaxClusterSplitKeys) {
+    plan.num_splits = plan.cluster_size = clustered;
+    plan.min_split_keys = kMinClusterSplitKeys;
+    return plan;
+  }
+  plan.min_split_keys = device.block_tile_keys;
   const int64_t long_enough = std::max<int64_t>(1, ceil_div(batch.kv_len, device.block_tile_keys));
-  const int64_t wanted = std::min(filling, long_enough);
-  plan.cluster_size = floor_power_of_two(std::min(wanted, device.max_cluster_size));
-  plan.num_splits = plan.cluster_size * std::min(wanted / plan.cluster_size, max_partials);
+  const int64_t filling = std::max<int64_t>(1, slots / batch.num_units);
+  plan.num_splits = std::min({filling, long_enough, max_partials});
   return plan;
 }
 
@@ -49,24 +62,22 @@ DecodePlan plan_decode_fixed(const DecodeDeviceFacts& device, const DecodeBatch&
   ASTRAI_CHECK_ARG(split_keys >= 1 && split_keys % device.block_tile_keys == 0,
                    "plan_decode: fixed split of ", split_keys, " keys; expected a multiple of ",
                    device.block_tile_keys);
-  const int64_t cluster_size = std::min(kFixedSplitCluster, device.max_cluster_size);
   const int64_t needed = std::max<int64_t>(1, ceil_div(batch.max_kv_len, split_keys));
-  const int64_t clusters = ceil_div(needed, cluster_size);
-  ASTRAI_CHECK_ARG(clusters <= max_partials, "plan_decode: fixed splits of ", split_keys,
-                   " keys need ", clusters, " partials for ", batch.max_kv_len,
+  ASTRAI_CHECK_ARG(needed <= max_partials, "plan_decode: fixed splits of ", split_keys,
+                   " keys need ", needed, " partials for ", batch.max_kv_len,
                    " keys; expected at most the ", max_partials, " that there is room for");
-  return {.num_splits = clusters * cluster_size,
-          .cluster_size = cluster_size,
-          .min_split_keys = split_keys};
+  return {.num_splits = needed, .min_split_keys = split_keys};
 }
 
-DecodePlan plan_decode_given(const DecodeDeviceFacts& device, int64_t num_splits) {
+DecodePlan plan_decode_given(const DecodeDeviceFacts& device, const DecodeBatch& batch,
+                             int64_t num_splits) {
   check_facts(device);
-  ASTRAI_CHECK_ARG(num_splits >= 1, "plan_decode: num_splits is ", num_splits,
-                   "; expected at least 1");
-  DecodePlan plan{.num_splits = num_splits, .min_split_keys = 1};
-  const int64_t largest = floor_power_of_two(device.max_cluster_size);
-  for (plan.cluster_size = largest; num_splits % plan.cluster_size != 0;) plan.cluster_size /= 2;
+  ASTRAI_CHECK_ARG(num_splits >= 1 && batch.num_units >= 1, "plan_decode: num_splits is ",
+                   num_splits, ", num_units ", batch.num_units, "; expected at least 1 of each");
+  DecodePlan plan{.num_splits = num_splits};
+  if (batch.num_units * num_splits > device.num_sms) return plan;
+  plan.cluster_size = floor_power_of_two(device.max_cluster_size);
+  while (num_splits % plan.cluster_size != 0) plan.cluster_size /= 2;
   return plan;
 }
 

@@ -29,27 +29,30 @@ struct DecodePlan {
   int64_t num_partials() const { return num_splits / cluster_size; }
 };
 
-// Splits for the fastest batch: enough blocks to fill the device once, each with at least one full
-// round of keys, in whole clusters. Never more than max_partials results a row.
+// Splits for the fastest batch. Short requests that leave the device half empty are split into one
+// cluster each, whose blocks merge on chip: no second kernel. Otherwise as many splits as fill the
+// device once, each with at least one round of keys, merged by the combine kernel; blocks of one
+// cluster must be placed together, and a device full of clusters runs at two thirds of its speed
+// (H200, 2026-11). Never more than max_partials results a row.
 //
 //   132 SMs with 2 blocks each, clusters of 16, 64 keys a round:
-//   1 request, 8 KV heads, 4096 keys: 264 / 8 = 33 splits would fill it, so 32 in 2 clusters of 16
+//   1 request, 8 KV heads, 512 keys: 8 splits of 64 keys in one cluster
+//   1 request, 8 KV heads, 100000 keys: 264 / 8 = 33 splits fill it
 //   64 requests, 8 KV heads: 512 units fill the device, so 1
 DecodePlan plan_decode(const DecodeDeviceFacts& device, const DecodeBatch& batch,
                        int64_t max_partials);
 
-// Cluster size of fixed splits, where the device has clusters at all.
-constexpr int64_t kFixedSplitCluster = 4;
-
 // Splits of exactly `split_keys` keys (a multiple of block_tile_keys), as many as the longest
-// request can have. Which keys are summed in which order then depends on the request's own length
-// alone: its result is the same bits in any batch on the same kind of device. Throws
-// std::invalid_argument when split_keys is no multiple of the tile or max_partials are too few.
+// request can have, never in clusters. Which keys are summed in which order then depends on the
+// request's own length alone: its result is the same bits in any batch on the same kind of device.
+// Throws std::invalid_argument when split_keys is no multiple of the tile or max_partials are too
+// few.
 DecodePlan plan_decode_fixed(const DecodeDeviceFacts& device, const DecodeBatch& batch,
                              int64_t split_keys, int64_t max_partials);
 
-// A number of splits that the caller chose, in the largest clusters that divide it and leave at
-// most max_partials results a row.
-DecodePlan plan_decode_given(const DecodeDeviceFacts& device, int64_t num_splits);
+// A number of splits that the caller chose, in the largest clusters that divide it while all blocks
+// have a multiprocessor each.
+DecodePlan plan_decode_given(const DecodeDeviceFacts& device, const DecodeBatch& batch,
+                             int64_t num_splits);
 
 }  // namespace astrai::kernels

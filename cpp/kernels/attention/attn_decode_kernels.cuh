@@ -11,6 +11,18 @@
 
 namespace astrai::kernels {
 
+template <class T, int D, bool kWide>
+DecodeKernel mma_kernel() {
+  using Shape = DecodeMmaShape<D, kWide>;
+  return {.config = {.function = reinterpret_cast<const void*>(
+                         &attn_decode_split_kv_mma_kernel<T, D, kWide>),
+                     .name = "attn_decode_split_kv_mma_kernel",
+                     .threads = Shape::kThreads,
+                     .shared_bytes = Shape::kSharedBytes},
+          .rows = Shape::kRows,
+          .block_tile_keys = Shape::kWarps * Shape::kTileKeys};
+}
+
 template <class T>
 DecodeKernelSet decode_kernels(int64_t head_dim) {
   DecodeKernelSet set;
@@ -24,16 +36,10 @@ DecodeKernelSet decode_kernels(int64_t head_dim) {
         .block_tile_keys = Scalar::kTileKeys};
     set.combine = {.function = reinterpret_cast<const void*>(&attn_combine_kernel<T, D>),
                    .name = "attn_combine_kernel",
-                   .threads = kCombineWarps * kWarpSize};
+                   .threads = CombineShape<D>::kThreads};
     if constexpr (!std::is_same_v<T, float>) {
-      using Mma = DecodeMmaShape<D>;
-      set.tensor_cores = {.config = {.function = reinterpret_cast<const void*>(
-                                         &attn_decode_split_kv_mma_kernel<T, D>),
-                                     .name = "attn_decode_split_kv_mma_kernel",
-                                     .threads = Mma::kThreads,
-                                     .shared_bytes = Mma::kSharedBytes},
-                          .rows = Mma::kRows,
-                          .block_tile_keys = Mma::kWarps * Mma::kTileKeys};
+      set.narrow = mma_kernel<T, D, false>();
+      set.wide = mma_kernel<T, D, true>();
     }
   });
   return set;

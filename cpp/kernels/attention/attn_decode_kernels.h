@@ -15,7 +15,8 @@ struct DecodeKernel {
 
 struct DecodeKernelSet {
   DecodeKernel scalar;
-  DecodeKernel tensor_cores;  // function is null for fp32
+  DecodeKernel narrow;  // tensor cores; null function for fp32
+  DecodeKernel wide;    // the same with twice the warps; may not fit every device
   KernelConfig combine;
 };
 

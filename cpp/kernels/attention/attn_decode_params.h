@@ -15,6 +15,9 @@ struct DecodeKernelParams {
   int num_head_tiles = 1;     // parts that the group is cut into
   int cluster_size = 1;       // splits that are merged on chip before anything is stored
   int num_partials = 1;       // num_splits / cluster_size; 1 = the kernel writes the result itself
+  int page_shift = -1;    // log2 of the page size when that is a power of two
+  // Rows of k and v lie a token stride apart across pages too, and fit 32-bit arithmetic.
+  bool linear_rows = false;
   bool vector_loads = false;  // rows of q, k and v start at multiples of the kernel's vector size
 };
 static_assert(std::is_trivially_copyable_v<DecodeKernelParams>);

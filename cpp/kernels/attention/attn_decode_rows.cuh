@@ -66,16 +66,19 @@ __device__ inline bool mask_keeps(const AttentionParams& attn, int64_t request, 
          attn.mask[request * attn.mask_stride_batch + key * attn.mask_stride_kv] != 0;
 }
 
-// Page and slot of a key; dense keys are slots of page `request`, whose stride is the batch's.
+// Page and slot of a key. Dense keys are slots of page 0, counted from the request's first key.
 struct KeyPlace {
-  int64_t page;
+  int page;
   int slot;
 };
 
-__device__ inline KeyPlace place_key(const AttentionParams& attn, int64_t request,
-                                     const int32_t* pages, int key) {
-  if (attn.page_size == 0) return {request, key};
-  const unsigned page_size = static_cast<unsigned>(attn.page_size);
+__device__ inline KeyPlace place_key(const DecodeKernelParams& params, const int32_t* pages,
+                                     int key) {
+  if (params.attn.page_size == 0) return {0, key};
+  if (params.page_shift >= 0) {
+    return {pages[key >> params.page_shift], key & ((1 << params.page_shift) - 1)};
+  }
+  const unsigned page_size = static_cast<unsigned>(params.attn.page_size);
   const unsigned index = static_cast<unsigned>(key) / page_size;
   return {pages[index], static_cast<int>(static_cast<unsigned>(key) - index * page_size)};
 }

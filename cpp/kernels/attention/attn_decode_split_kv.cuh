@@ -106,8 +106,13 @@ __global__ void __launch_bounds__(DecodeScalarShape<D>::kThreads)
 
   const T* k = static_cast<const T*>(attn.k) + block.kv_head * attn.k_stride_head;
   const T* v = static_cast<const T*>(attn.v) + block.kv_head * attn.v_stride_head;
-  const int32_t* pages =
-      attn.page_size > 0 ? attn.kv_indices + attn.kv_indptr[block.request] : nullptr;
+  const int32_t* pages = nullptr;
+  if (attn.page_size > 0) {
+    pages = attn.kv_indices + attn.kv_indptr[block.request];
+  } else {
+    k += block.request * attn.k_stride_batch;
+    v += block.request * attn.v_stride_batch;
+  }
   const KeyRange keys =
       split_keys<Shape::kTileKeys>(attn, visible_keys(attn, block.request), block.split);
   DecodeScalarGroup<T, D> group;
@@ -119,9 +124,11 @@ __global__ void __launch_bounds__(DecodeScalarShape<D>::kThreads)
     float dot[kRows] = {};
     float value[Shape::kLaneVectors][4] = {};
     if (seen) {
-      const KeyPlace place = place_key(attn, block.request, pages, key);
-      const T* k_row = k + place.page * attn.k_stride_batch + place.slot * attn.k_stride_token;
-      const T* v_row = v + place.page * attn.v_stride_batch + place.slot * attn.v_stride_token;
+      const KeyPlace place = place_key(params, pages, key);
+      const T* k_row =
+          k + int64_t{place.page} * attn.k_stride_batch + place.slot * attn.k_stride_token;
+      const T* v_row =
+          v + int64_t{place.page} * attn.v_stride_batch + place.slot * attn.v_stride_token;
 #pragma unroll
       for (int i = 0; i < Shape::kLaneVectors; ++i) {
         const int at = (sub + i * Shape::kKeyLanes) * 4;
@@ -161,8 +168,8 @@ __global__ void __launch_bounds__(DecodeScalarShape<D>::kThreads)
       }
     }
   }
-  finish_split<T, D, kRows, Shape::kWarps>(params, block, &values[0][0][0], kRows * D, states,
-                                           merged);
+  finish_split<T, D, kRows, Shape::kWarps, D>(params, block, &values[0][0][0], kRows * D, states,
+                                              merged);
 }
 
 }  // namespace astrai::kernels

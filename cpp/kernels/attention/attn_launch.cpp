@@ -19,6 +19,8 @@ bool has_work(const AttentionParams& params) {
 }
 
 void check_fixed_splits(const char* op, const AttentionOptions& options) {
+  ASTRAI_CHECK_ARG(options.max_kv_len >= 0, op, ": max_kv_len is ", options.max_kv_len,
+                   "; expected at least 1, or 0 for unknown");
   if (options.fixed_split_keys == 0) return;
   ASTRAI_CHECK_ARG(options.fixed_split_keys > 0 && options.fixed_split_keys % kFixedSplitUnit == 0,
                    op, ": fixed_split_keys is ", options.fixed_split_keys,
@@ -47,6 +49,7 @@ void launch_decode(const char* op, const TensorView& q, AttentionParams params,
                  .device = q.device.index,
                  .stream = options.stream,
                  .fixed_split_keys = options.fixed_split_keys,
+                 .max_kv_len = options.max_kv_len,
                  .partials_capacity = options.o_part == nullptr ? 0 : options.o_part->shape[2]});
     return;
   }

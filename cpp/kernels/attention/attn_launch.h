@@ -31,6 +31,10 @@ struct AttentionOptions {
   // result does not depend on what else is in the batch, bit for bit. 0 = the fastest splits. The
   // CPU's splits are always of the first kind.
   int64_t fixed_split_keys = 0;
+  // Paged decode on CUDA, where kv_lens cannot be read: no request is longer; 0 = unknown, any can
+  // have all of kv_indices. It bounds the number of fixed splits. A longer request is still right,
+  // but its fixed splits are longer.
+  int64_t max_kv_len = 0;
   void* stream = nullptr;  // cudaStream_t; ignored on the CPU
 };
 

@@ -9,8 +9,13 @@ __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Copies 16 bytes, or writes 16 zero bytes without reading `source` when `valid` is false. Passes
-// through L2 only: the data is read once.
+// Copies 16 bytes. Passes through L2 only: the data is read once.
+__device__ inline void cp_async_16(uint32_t destination, const void* source) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(destination), "l"(source)
+               : "memory");
+}
+
+// Copies 16 bytes, or writes 16 zero bytes without reading `source` when `valid` is false.
 __device__ inline void cp_async_16(uint32_t destination, const void* source, bool valid) {
   const int source_bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination),

@@ -33,8 +33,16 @@ __device__ inline void load_angles(const float* source, float (&out)[kPairs]) {
   }
 }
 
+// One element each of a pair, turned. Written out, so that every kernel rounds alike.
+__device__ inline float turned_first(float x, float y, float cosine, float sine) {
+  return fmaf(-y, sine, __fmul_rn(x, cosine));
+}
+__device__ inline float turned_second(float x, float y, float cosine, float sine) {
+  return fmaf(x, sine, __fmul_rn(y, cosine));
+}
+
 // Turns pairs [first, first + kPairs) of the head at `row` in place; `copy`, if not null, is a head
-// elsewhere that gets the result too.
+// elsewhere that gets the result too. A single pair may lie at any element.
 template <class T, bool kInterleaved, int kPairs>
 __device__ inline void turn_pairs(T* row, T* copy, const float* cos_sin, int rotary_dim,
                                   int first) {
@@ -42,32 +50,34 @@ __device__ inline void turn_pairs(T* row, T* copy, const float* cos_sin, int rot
   float cosine[kPairs], sine[kPairs];
   load_angles<kPairs>(cos_sin + first, cosine);
   load_angles<kPairs>(cos_sin + half + first, sine);
-  if constexpr (kInterleaved) {
+  if constexpr (kInterleaved && kPairs > 1) {
     auto vec = *reinterpret_cast<const Vec<T, 2 * kPairs>*>(row + 2 * first);
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       const float x = to_float(vec.lane[2 * i]);
       const float y = to_float(vec.lane[2 * i + 1]);
-      vec.lane[2 * i] = from_float<T>(x * cosine[i] - y * sine[i]);
-      vec.lane[2 * i + 1] = from_float<T>(y * cosine[i] + x * sine[i]);
+      vec.lane[2 * i] = from_float<T>(turned_first(x, y, cosine[i], sine[i]));
+      vec.lane[2 * i + 1] = from_float<T>(turned_second(x, y, cosine[i], sine[i]));
     }
     *reinterpret_cast<Vec<T, 2 * kPairs>*>(row + 2 * first) = vec;
     if (copy != nullptr) *reinterpret_cast<Vec<T, 2 * kPairs>*>(copy + 2 * first) = vec;
   } else {
-    auto low = *reinterpret_cast<const Vec<T, kPairs>*>(row + first);
-    auto high = *reinterpret_cast<const Vec<T, kPairs>*>(row + half + first);
+    const int low_at = kInterleaved ? 2 * first : first;
+    const int high_at = kInterleaved ? 2 * first + 1 : half + first;
+    auto low = *reinterpret_cast<const Vec<T, kPairs>*>(row + low_at);
+    auto high = *reinterpret_cast<const Vec<T, kPairs>*>(row + high_at);
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       const float x = to_float(low.lane[i]);
       const float y = to_float(high.lane[i]);
-      low.lane[i] = from_float<T>(x * cosine[i] - y * sine[i]);
-      high.lane[i] = from_float<T>(y * cosine[i] + x * sine[i]);
+      low.lane[i] = from_float<T>(turned_first(x, y, cosine[i], sine[i]));
+      high.lane[i] = from_float<T>(turned_second(x, y, cosine[i], sine[i]));
     }
-    *reinterpret_cast<Vec<T, kPairs>*>(row + first) = low;
-    *reinterpret_cast<Vec<T, kPairs>*>(row + half + first) = high;
+    *reinterpret_cast<Vec<T, kPairs>*>(row + low_at) = low;
+    *reinterpret_cast<Vec<T, kPairs>*>(row + high_at) = high;
     if (copy != nullptr) {
-      *reinterpret_cast<Vec<T, kPairs>*>(copy + first) = low;
-      *reinterpret_cast<Vec<T, kPairs>*>(copy + half + first) = high;
+      *reinterpret_cast<Vec<T, kPairs>*>(copy + low_at) = low;
+      *reinterpret_cast<Vec<T, kPairs>*>(copy + high_at) = high;
     }
   }
 }

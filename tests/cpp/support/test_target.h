@@ -19,11 +19,11 @@ namespace astrai::testing {
 struct TestTarget {
   Device device;
   std::string isa;              // CPU only
-  bool scalar_kernels = false;  // CUDA only: leave the tensor cores alone
+  std::string kernel = "";  // CUDA only: the decode kernel that is forced, empty = its own choice
 
   std::string name() const {
     if (device.type == DeviceType::kCpu) return "cpu/" + isa;
-    return device_name(device) + (scalar_kernels ? "/scalar" : "");
+    return device_name(device) + (kernel.empty() ? "" : "/" + kernel);
   }
 
   void activate() const {
@@ -32,8 +32,8 @@ struct TestTarget {
       return;
     }
 #if ASTRAI_WITH_CUDA
-    kernels::force_decode_variant(scalar_kernels ? kernels::DecodeVariant::kScalar
-                                                 : kernels::DecodeVariant::kAuto);
+    kernels::force_decode_variant(kernel == "scalar" ? kernels::DecodeVariant::kScalar
+                                                     : kernels::DecodeVariant::kAuto);
 #endif
   }
 };
@@ -68,7 +68,7 @@ inline std::vector<TestTarget> all_test_targets() {
   if (missing.empty()) {
     const Device gpu{DeviceType::kCuda, 0};
     targets.push_back({.device = gpu, .isa = ""});
-    targets.push_back({.device = gpu, .isa = "", .scalar_kernels = true});
+    targets.push_back({.device = gpu, .isa = "", .kernel = "scalar"});
   } else if (gpu_is_required()) {
     throw std::runtime_error(missing + "; ASTRAI_REQUIRE_GPU=1 expects one");
   }
