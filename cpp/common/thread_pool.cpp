@@ -70,8 +70,8 @@ class Pool {
   ~Pool() {
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      stopping_ = true;
-      epoch_.fetch_add(1, std::memory_order_release);
+      stopping_.store(true, std::memory_order_relaxed);
+      job_.fetch_add(kNextJob, std::memory_order_release);
     }
     wake_.notify_all();
     for (std::thread& thread : threads_) thread.join();
@@ -84,24 +84,35 @@ class Pool {
     context_ = context;
     num_tasks_ = num_tasks;
     next_task_.store(0, std::memory_order_relaxed);
-    busy_workers_.store(num_workers(), std::memory_order_relaxed);
-    epoch_.fetch_add(1, std::memory_order_seq_cst);
+    // Opens the job: its number goes up, nobody has joined yet.
+    const uint64_t job = job_.load(std::memory_order_relaxed) / kNextJob + 1;
+    job_.store(job * kNextJob + kOpen, std::memory_order_seq_cst);
     if (sleepers_.load(std::memory_order_seq_cst) > 0) {
       std::lock_guard<std::mutex> lock(mutex_);
       wake_.notify_all();
     }
     drain();
-    // Every worker must have left the job before its context goes out of scope.
-    for (int spins = 0; busy_workers_.load(std::memory_order_acquire) != 0; ++spins) {
+    // Closes it: a worker that is still asleep, or was not given a CPU in time, misses the job and
+    // nobody waits for it. Those that joined must leave before the context goes out of scope.
+    uint64_t state = job_.fetch_and(~kOpen, std::memory_order_acq_rel) & ~kOpen;
+    for (int spins = 0; state % kNextJob != 0; ++spins) {
       if (spins < kSpinIterations) {
         cpu_relax();
       } else {
         std::this_thread::yield();
       }
+      state = job_.load(std::memory_order_acquire);
     }
   }
 
  private:
+  // job_ holds the job's number, the count of workers in it, and in its lowest bit whether more may
+  // join: number * kNextJob + workers * kOneWorker + open.
+  static constexpr uint64_t kOpen = 1;
+  static constexpr uint64_t kOneWorker = 2;
+  static constexpr uint64_t kNextJob = 1 << 16;
+  static_assert(kMaxThreads * kOneWorker < kNextJob);
+
   void drain() {
     for (;;) {
       const int64_t task = next_task_.fetch_add(1, std::memory_order_relaxed);
@@ -112,28 +123,39 @@ class Pool {
 
   void work();
 
+  // True when the calling worker is now part of job `number`.
+  bool join(uint64_t number) {
+    uint64_t state = job_.load(std::memory_order_acquire);
+    while (state / kNextJob == number && (state & kOpen) != 0) {
+      if (job_.compare_exchange_weak(state, state + kOneWorker, std::memory_order_acq_rel)) {
+        return true;
+      }
+    }
+    return false;
+  }
+
+  // Waits for a job other than `seen` and returns its number.
   uint64_t wait_for_next(uint64_t seen) {
     for (int spins = 0; spins < kSpinIterations; ++spins) {
-      const uint64_t now = epoch_.load(std::memory_order_acquire);
-      if (now != seen) return now;
+      const uint64_t number = job_.load(std::memory_order_acquire) / kNextJob;
+      if (number != seen) return number;
       cpu_relax();
     }
     std::unique_lock<std::mutex> lock(mutex_);
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
-    wake_.wait(lock, [&] { return epoch_.load(std::memory_order_seq_cst) != seen; });
+    wake_.wait(lock, [&] { return job_.load(std::memory_order_seq_cst) / kNextJob != seen; });
     sleepers_.fetch_sub(1, std::memory_order_relaxed);
-    return epoch_.load(std::memory_order_acquire);
+    return job_.load(std::memory_order_acquire) / kNextJob;
   }
 
-  // The job, written by run() before the epoch moves and read by workers after they see it move.
+  // The job, written by run() before it opens and read by workers that joined it.
   void (*fn_)(void*, int64_t) = nullptr;
   void* context_ = nullptr;
   int64_t num_tasks_ = 0;
   alignas(64) std::atomic<int64_t> next_task_{0};
-  alignas(64) std::atomic<int> busy_workers_{0};
-  alignas(64) std::atomic<uint64_t> epoch_{0};
-  std::atomic<int> sleepers_{0};
-  bool stopping_ = false;
+  alignas(64) std::atomic<uint64_t> job_{0};
+  alignas(64) std::atomic<int> sleepers_{0};
+  std::atomic<bool> stopping_{false};
   std::mutex mutex_;
   std::condition_variable wake_;
   std::vector<std::thread> threads_;
@@ -143,13 +165,14 @@ thread_local bool inside_task = false;
 
 void Pool::work() {
   inside_task = true;
-  // A worker that starts late must still take part in the first job, so it counts from zero.
+  // A worker that starts late may still take part in the first job, so it counts from zero.
   uint64_t seen = 0;
   for (;;) {
     seen = wait_for_next(seen);
-    if (stopping_) return;
+    if (stopping_.load(std::memory_order_relaxed)) return;
+    if (!join(seen)) continue;
     drain();
-    busy_workers_.fetch_sub(1, std::memory_order_release);
+    job_.fetch_sub(kOneWorker, std::memory_order_release);
   }
 }
 
