@@ -1,6 +1,9 @@
 // Decode attention on one GPU: verifies each shape against the scalar kernel, then times it.
 //
-//   attn_cuda_bench [--json FILE] [--quick] [--sweep] [--dense] [--fixed KEYS] [--max-cluster N] [--narrow | --wide]
+// --quick leaves out the last two shapes and the longest context, --large all points with less than
+// 100 MB of keys and values, --sweep tries numbers of splits.
+//
+//   attn_cuda_bench [--json FILE] [--quick] [--large] [--sweep] [--dense] [--fixed KEYS] [--max-cluster N] [--narrow | --wide]
 //                   [--page-size N]...
 //
 // Cold cache: a CUDA graph of launches over several copies of the pages, together larger than L2.
@@ -164,6 +167,7 @@ struct Options {
   std::string json_path;
   bool quick = false;
   bool sweep = false;
+  bool large = false;
   int64_t max_cluster = 0;
   kernels::DecodeVariant variant = kernels::DecodeVariant::kAuto;
   bool dense = false;
@@ -370,6 +374,9 @@ int run(const Options& options) {
     for (size_t p = 0; p < std::size(kPoints); ++p) {
       const Shape& shape = kShapes[s];
       const Point& point = kPoints[p];
+      const int64_t kv_bytes =
+          point.num_requests * point.context * shape.num_kv_heads * shape.head_dim * 4;
+      if (options.large && kv_bytes < 100'000'000) continue;
       if (options.quick && (s > 2 || point.context > 32768)) continue;
       for (int64_t page_size : options.page_sizes) {
         DecodeProblem problem(shape, point, page_size, options.dense, options.variant);
@@ -417,6 +424,8 @@ Options parse(int argc, char** argv) {
       options.quick = true;
     } else if (argument == "--sweep") {
       options.sweep = true;
+    } else if (argument == "--large") {
+      options.large = true;
     } else if (argument == "--dense") {
       options.dense = true;
     } else if (argument == "--fixed") {

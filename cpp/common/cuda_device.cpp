@@ -19,7 +19,6 @@ namespace astrai {
 namespace {
 
 constexpr int kMaxDevices = 64;
-constexpr int kLargestCluster = 16;  // beyond 8, a device may refuse: asked for, never assumed
 
 int device_attribute(cudaDeviceAttr attribute, int index) {
   int value = 0;
@@ -49,30 +48,34 @@ void check_code(const KernelConfig& kernel, int device) {
   ASTRAI_CHECK_CUDA(status);
 }
 
-// The largest power of two of blocks that clusters of this kernel can have and still cover nearly all
-// multiprocessors at once: larger ones leave gaps in the groups that a cluster must stay inside.
-int max_cluster_size(const KernelConfig& kernel, const CudaDevice& device) {
-  if (device.compute_major < 9) return 1;
+// A cluster stays inside one group of multiprocessors, and the groups differ in size, so how many
+// fit at once is the device's own business. Sizes beyond 8 are asked for, never assumed.
+std::array<int, kNumClusterSizes> active_clusters(const KernelConfig& kernel,
+                                                  const CudaDevice& device) {
+  std::array<int, kNumClusterSizes> result{};
+  if (device.compute_major < 9) return result;
   ASTRAI_CHECK_CUDA(
       cudaFuncSetAttribute(kernel.function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-  for (int size = kLargestCluster; size > 1; size /= 2) {
+  for (int i = 0; i < kNumClusterSizes; ++i) {
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim.x = 1;
-    attribute.val.clusterDim.y = static_cast<unsigned>(size);
+    attribute.val.clusterDim.y = 1u << i;
     attribute.val.clusterDim.z = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3(1, static_cast<unsigned>(size));
+    config.gridDim = dim3(1, 1u << i);
     config.blockDim = dim3(static_cast<unsigned>(kernel.threads));
     config.dynamicSmemBytes = static_cast<size_t>(kernel.shared_bytes);
     config.attrs = &attribute;
     config.numAttrs = 1;
     int clusters = 0;
-    const cudaError_t status = cudaOccupancyMaxActiveClusters(&clusters, kernel.function, &config);
-    if (status == cudaSuccess && clusters * size * 10 >= device.num_sms * 9) return size;
-    if (status != cudaSuccess) cudaGetLastError();  // this size does not fit: try the next
+    if (cudaOccupancyMaxActiveClusters(&clusters, kernel.function, &config) == cudaSuccess) {
+      result[static_cast<size_t>(i)] = clusters;
+    } else {
+      cudaGetLastError();  // the device has no clusters of this size
+    }
   }
-  return 1;
+  return result;
 }
 
 KernelFacts make_kernel_facts(const KernelConfig& kernel, int device) {
@@ -94,7 +97,7 @@ KernelFacts make_kernel_facts(const KernelConfig& kernel, int device) {
       static_cast<size_t>(kernel.shared_bytes)));
   ASTRAI_CHECK_STATE(result.blocks_per_sm >= 1, kernel.name,
                      ": no block fits a multiprocessor of device ", device);
-  result.max_cluster_size = max_cluster_size(kernel, facts);
+  result.active_clusters = active_clusters(kernel, facts);
   return result;
 }
 

@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <array>
 #include <cstdint>
 
 namespace astrai {
@@ -37,9 +38,12 @@ struct KernelConfig {
   int shared_bytes = 0;  // dynamic
 };
 
+constexpr int kNumClusterSizes = 5;  // 1 to 16 blocks
+
 struct KernelFacts {
   int blocks_per_sm = 1;
-  int max_cluster_size = 1;  // that can cover the device; 1 where it has no clusters
+  // Clusters of 2^i blocks that the device can run at once; 0 where it has none of that size.
+  std::array<int, kNumClusterSizes> active_clusters{};
 };
 
 // Readies a kernel for launches on the current device, which must be `device`: checks that the

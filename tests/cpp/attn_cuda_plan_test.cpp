@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <limits>
 #include <stdexcept>
 
@@ -13,10 +14,11 @@ namespace {
 using testing::expect_error;
 
 constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
-constexpr DecodeDeviceFacts kBig{
-    .num_sms = 132, .blocks_per_sm = 2, .block_tile_keys = 64, .max_cluster_size = 16};
-constexpr DecodeDeviceFacts kNoClusters{
-    .num_sms = 108, .blocks_per_sm = 1, .block_tile_keys = 64, .max_cluster_size = 1};
+const DecodeDeviceFacts kBig{.num_sms = 132,
+                             .blocks_per_sm = 2,
+                             .block_tile_keys = 64,
+                             .active_clusters = {264, 132, 64, 32, 7}};
+const DecodeDeviceFacts kNoClusters{.num_sms = 108, .blocks_per_sm = 1, .block_tile_keys = 64};
 
 TEST(PlanDecode, ShortRequestsAreOneCluster) {
   const DecodePlan plan = plan_decode(kBig, {.num_units = 8, .kv_len = 512}, kUnlimited);
@@ -35,13 +37,21 @@ TEST(PlanDecode, LongRequestsFillTheDevice) {
 TEST(PlanDecode, ClustersNeverOutnumberTheMultiprocessors) {
   for (int64_t units = 1; units < 200; ++units) {
     for (int64_t kv_len : {1, 100, 1000, 4000, 8000}) {
-      const DecodePlan plan =
-          plan_decode(kBig, {.num_units = units, .kv_len = kv_len}, kUnlimited);
+      const DecodePlan plan = plan_decode(kBig, {.num_units = units, .kv_len = kv_len}, kUnlimited);
       if (plan.cluster_size > 1) {
         EXPECT_LE(units * plan.num_splits, kBig.num_sms);
+        const auto size_index = std::countr_zero(static_cast<uint64_t>(plan.cluster_size));
+        EXPECT_LE(units, kBig.active_clusters.at(static_cast<size_t>(size_index)));
       }
     }
   }
+}
+
+TEST(PlanDecode, AClusterSizeThatDoesNotFitIsNotUsed) {
+  // Eight units of 16 blocks do not fit in seven clusters, and splits of 512 keys are too long.
+  EXPECT_EQ(plan_decode(kBig, {.num_units = 8, .kv_len = 4096}, kUnlimited).cluster_size, 1);
+  EXPECT_EQ(plan_decode(kBig, {.num_units = 4, .kv_len = 4096}, kUnlimited).cluster_size, 16);
+  EXPECT_EQ(plan_decode(kBig, {.num_units = 8, .kv_len = 2048}, kUnlimited).cluster_size, 8);
 }
 
 TEST(PlanDecode, AFullDeviceIsNotSplit) {
@@ -65,7 +75,6 @@ TEST(PlanDecode, StaysWithinTheGivenPartials) {
               plan_decode(device, {.num_units = units, .kv_len = kv_len}, capacity);
           EXPECT_GE(plan.num_splits, 1);
           EXPECT_EQ(plan.num_splits % plan.cluster_size, 0);
-          EXPECT_LE(plan.cluster_size, device.max_cluster_size);
           EXPECT_LE(plan.num_partials(), capacity);
         }
       }
@@ -102,6 +111,7 @@ TEST(PlanDecode, AGivenNumberIsKept) {
     EXPECT_EQ(splits % plan.cluster_size, 0);
   }
   EXPECT_EQ(plan_decode_given(kBig, {.num_units = 4}, 24).cluster_size, 8);
+  EXPECT_EQ(plan_decode_given(kBig, {.num_units = 8}, 16).cluster_size, 8);
   EXPECT_EQ(plan_decode_given(kBig, {.num_units = 100}, 24).cluster_size, 1);
   EXPECT_EQ(plan_decode_given(kNoClusters, {}, 24).cluster_size, 1);
 }

@@ -260,14 +260,12 @@ TEST_F(AttnDecodeCuda, BothShapesServeEveryBatch) {
       for (auto variant : {kernels::DecodeVariant::kScalar, kernels::DecodeVariant::kNarrow,
                            kernels::DecodeVariant::kWide}) {
         kernels::force_decode_variant(variant);
-        ASTRAI_CHECK_CUDA(
-            cudaMemset(batch.out_view.data, 0xff, 5 * batch.out_view.strides[0] * 2));
+        ASTRAI_CHECK_CUDA(cudaMemset(batch.out_view.data, 0xff, 5 * batch.out_view.strides[0] * 2));
         batch.decode(options);
         batch.result();
         std::vector<double> values;
         for (int64_t i = 0; i < 5 * 14 * head_dim; ++i) {
-          values.push_back(
-              batch.out.get({i / (14 * head_dim), i / head_dim % 14, i % head_dim}));
+          values.push_back(batch.out.get({i / (14 * head_dim), i / head_dim % 14, i % head_dim}));
         }
         results.push_back(values);
       }

@@ -59,9 +59,9 @@ struct Tensors {
     v = rows(kKvHeads);
     const int64_t head = kDim + 2 * gap;
     for (TestTensor* pages : {&k_pages, &v_pages}) {
-      *pages = TestTensor(device, test.dtype, {kPages, kPageSize, kKvHeads, kDim},
-                          {kPageSize * kKvHeads * head + gap, kKvHeads * head, head, 1},
-                          Poison::kNan);
+      *pages =
+          TestTensor(device, test.dtype, {kPages, kPageSize, kKvHeads, kDim},
+                     {kPageSize * kKvHeads * head + gap, kKvHeads * head, head, 1}, Poison::kNan);
     }
     positions = TestTensor(device, test.wide_positions ? DType::kInt64 : DType::kInt32, {kTokens},
                            Poison::kNan);
@@ -95,9 +95,9 @@ struct Tensors {
   }
 
   void run(const Case& test, bool fused) {
-    const TensorView views[] = {q.upload(),       k.upload(),       v.upload(),
+    const TensorView views[] = {q.upload(),         k.upload(),       v.upload(),
                                 positions.upload(), cos_sin.upload(), k_pages.upload(),
-                                v_pages.upload(), slots.upload()};
+                                v_pages.upload(),   slots.upload()};
     if (fused) {
       rotary_kv_write(views[0], views[1], views[2], views[3], views[4], test.interleaved, views[5],
                       views[6], views[7], nullptr);

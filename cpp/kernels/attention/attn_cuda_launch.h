@@ -14,7 +14,7 @@ enum class DecodeVariant : uint8_t {
   kAuto,    // tensor cores where dtype and strides allow them
   kScalar,  // attn_decode_split_kv.cuh
   kNarrow,  // attn_decode_split_kv_mma.cuh in its narrow shape; refused where it cannot serve
-  kWide,    // the same in its wide shape
+  kWide,    // the same in its wide shape, where that is built and fits
 };
 
 struct DecodeLaunch {

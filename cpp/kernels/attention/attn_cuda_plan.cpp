@@ -20,14 +20,31 @@ int64_t floor_power_of_two(int64_t value) {
 // Keys of a split in a cluster: below, merging costs more than the shorter loop saves; above, a
 // second kernel costs less than the idle half of the device. Both on an H200, 2026-11.
 constexpr int64_t kMinClusterSplitKeys = 64;
-constexpr int64_t kMaxClusterSplitKeys = 512;
+constexpr int64_t kMaxClusterSplitKeys = 256;
+
+int64_t clusters_at_once(const DecodeDeviceFacts& device, int64_t size) {
+  for (size_t i = 0; i < device.active_clusters.size(); ++i) {
+    if (int64_t{1} << i == size) return device.active_clusters[i];
+  }
+  return 0;
+}
+
+// The largest cluster of at most max_size blocks that every unit can have at the same time, each
+// block on a multiprocessor of its own.
+int64_t cluster_of_unit(const DecodeDeviceFacts& device, const DecodeBatch& batch,
+                        int64_t max_size) {
+  int64_t best = 1;
+  for (int64_t size = 2; size <= max_size && batch.num_units * size <= device.num_sms; size *= 2) {
+    if (batch.num_units <= clusters_at_once(device, size)) best = size;
+  }
+  return best;
+}
 
 void check_facts(const DecodeDeviceFacts& device) {
-  ASTRAI_CHECK_ARG(device.num_sms >= 1 && device.blocks_per_sm >= 1 &&
-                       device.block_tile_keys >= 1 && device.max_cluster_size >= 1,
+  ASTRAI_CHECK_ARG(device.num_sms >= 1 && device.blocks_per_sm >= 1 && device.block_tile_keys >= 1,
                    "plan_decode: num_sms ", device.num_sms, ", blocks_per_sm ",
                    device.blocks_per_sm, ", block_tile_keys ", device.block_tile_keys,
-                   ", max_cluster_size ", device.max_cluster_size, "; expected numbers >= 1");
+                   "; expected numbers >= 1");
 }
 
 }  // namespace
@@ -41,12 +58,11 @@ DecodePlan plan_decode(const DecodeDeviceFacts& device, const DecodeBatch& batch
   const int64_t slots = device.num_sms * device.blocks_per_sm;
   DecodePlan plan{.min_split_keys = 1};
 
-  const int64_t clustered = floor_power_of_two(std::max<int64_t>(
-      1, std::min(device.num_sms / batch.num_units, ceil_div(batch.kv_len, kMinClusterSplitKeys))));
-  if (clustered > 1 && clustered <= device.max_cluster_size &&
-      ceil_div(batch.kv_len, clustered) <= kMaxClusterSplitKeys) {
+  const int64_t shortest = std::min(kMinClusterSplitKeys, device.block_tile_keys);
+  const int64_t clustered = cluster_of_unit(device, batch, ceil_div(batch.kv_len, shortest));
+  if (clustered > 1 && ceil_div(batch.kv_len, clustered) <= kMaxClusterSplitKeys) {
     plan.num_splits = plan.cluster_size = clustered;
-    plan.min_split_keys = kMinClusterSplitKeys;
+    plan.min_split_keys = shortest;
     return plan;
   }
   plan.min_split_keys = device.block_tile_keys;
@@ -76,8 +92,12 @@ DecodePlan plan_decode_given(const DecodeDeviceFacts& device, const DecodeBatch&
                    num_splits, ", num_units ", batch.num_units, "; expected at least 1 of each");
   DecodePlan plan{.num_splits = num_splits};
   if (batch.num_units * num_splits > device.num_sms) return plan;
-  plan.cluster_size = floor_power_of_two(device.max_cluster_size);
-  while (num_splits % plan.cluster_size != 0) plan.cluster_size /= 2;
+  plan.cluster_size = floor_power_of_two(num_splits);
+  while (plan.cluster_size > 1 && (num_splits % plan.cluster_size != 0 ||
+                                   batch.num_units * (num_splits / plan.cluster_size) >
+                                       clusters_at_once(device, plan.cluster_size))) {
+    plan.cluster_size /= 2;
+  }
   return plan;
 }
 

@@ -2,6 +2,7 @@
 // not change from step to step, so that a captured graph holds for other lengths too.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 namespace astrai::kernels {
@@ -11,7 +12,8 @@ struct DecodeDeviceFacts {
   int64_t num_sms = 1;
   int64_t blocks_per_sm = 1;     // of this kernel, resident at once
   int64_t block_tile_keys = 64;  // keys that one block loads in one round of its warps
-  int64_t max_cluster_size = 1;  // blocks that can merge on chip; 1 = no clusters
+  // Clusters of 2^i blocks, which can merge on chip, that fit the device at once; 0 = none.
+  std::array<int64_t, 5> active_clusters{};
 };
 
 struct DecodeBatch {
@@ -35,10 +37,10 @@ struct DecodePlan {
 // cluster must be placed together, and a device full of clusters runs at two thirds of its speed
 // (H200, 2026-11). Never more than max_partials results a row.
 //
-//   132 SMs with 2 blocks each, clusters of 16, 64 keys a round:
+//   132 SMs with 2 blocks each, room for 16 clusters of 8 blocks, 64 keys a round:
 //   1 request, 8 KV heads, 512 keys: 8 splits of 64 keys in one cluster
 //   1 request, 8 KV heads, 100000 keys: 264 / 8 = 33 splits fill it
-//   64 requests, 8 KV heads: 512 units fill the device, so 1
+//   64 requests, 8 KV heads: 512 units fill it, so 1
 DecodePlan plan_decode(const DecodeDeviceFacts& device, const DecodeBatch& batch,
                        int64_t max_partials);
 

@@ -142,15 +142,15 @@ Choice plan_kernel(const DecodeKernelSet& kernels, const DecodeKernel& kernel,
   choice.group_size = static_cast<int>(params.num_q_heads / params.num_kv_heads);
   choice.num_head_tiles = (choice.group_size + kernel.rows - 1) / kernel.rows;
   choice.num_units = params.num_requests * params.num_kv_heads * choice.num_head_tiles;
-  const int64_t forced = forced_max_cluster.load(std::memory_order_relaxed);
-  const int64_t max_cluster =
-      forced > 0 ? std::min<int64_t>(forced, facts.max_cluster_size) : facts.max_cluster_size;
-  choice.plan = make_plan(params, launch,
-                          {.num_sms = cuda_device(launch.device).num_sms,
+  DecodeDeviceFacts device{.num_sms = cuda_device(launch.device).num_sms,
                            .blocks_per_sm = facts.blocks_per_sm,
-                           .block_tile_keys = kernel.block_tile_keys,
-                           .max_cluster_size = max_cluster},
-                          choice.num_units);
+                           .block_tile_keys = kernel.block_tile_keys};
+  const int64_t forced = forced_max_cluster.load(std::memory_order_relaxed);
+  for (size_t i = 0; i < facts.active_clusters.size(); ++i) {
+    if (forced > 0 && int64_t{1} << i > forced) break;
+    device.active_clusters.at(i) = facts.active_clusters[i];
+  }
+  choice.plan = make_plan(params, launch, device, choice.num_units);
   return choice;
 }
 
@@ -170,13 +170,14 @@ Choice choose_kernel(const DecodeKernelSet& kernels, const AttentionParams& para
   if (variant == DecodeVariant::kNarrow || launch.fixed_split_keys > 0) return narrow;
   const CudaDevice& device = cuda_device(launch.device);
   const bool wide_fits =
+      kernels.wide.config.function != nullptr &&
       kernels.wide.config.shared_bytes + kStaticSharedBytes <= device.max_shared_bytes;
   // Blocks can have a multiprocessor each, and more to load than the narrow shape has under way.
   const int64_t sm_bytes = narrow.num_units * typical_kv_len(params) * params.head_dim *
                            (2 * kTileElementBytes) / device.num_sms;
   const bool wide_pays = narrow.num_units <= device.num_sms / 2 &&
                          sm_bytes > kernels.narrow.config.shared_bytes && sm_bytes < kMaxWideBytes;
-  if (variant == DecodeVariant::kWide || (wide_fits && wide_pays)) {
+  if (wide_fits && (wide_pays || variant == DecodeVariant::kWide)) {
     return plan_kernel(kernels, kernels.wide, params, launch);
   }
   return narrow;

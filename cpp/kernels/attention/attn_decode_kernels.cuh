@@ -11,6 +11,9 @@
 
 namespace astrai::kernels {
 
+// Below it, a narrow block already has all it needs under way (H200, 2026-11).
+constexpr int kMinWideHeadDim = 96;
+
 template <class T, int D, bool kWide>
 DecodeKernel mma_kernel() {
   using Shape = DecodeMmaShape<D, kWide>;
@@ -39,7 +42,7 @@ DecodeKernelSet decode_kernels(int64_t head_dim) {
                    .threads = CombineShape<D>::kThreads};
     if constexpr (!std::is_same_v<T, float>) {
       set.narrow = mma_kernel<T, D, false>();
-      set.wide = mma_kernel<T, D, true>();
+      if constexpr (D >= kMinWideHeadDim) set.wide = mma_kernel<T, D, true>();
     }
   });
   return set;

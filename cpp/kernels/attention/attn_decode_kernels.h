@@ -16,7 +16,8 @@ struct DecodeKernel {
 struct DecodeKernelSet {
   DecodeKernel scalar;
   DecodeKernel narrow;  // tensor cores; null function for fp32
-  DecodeKernel wide;    // the same with twice the warps; may not fit every device
+  DecodeKernel
+      wide;  // the same with twice the warps; null for small head dims, may not fit a device
   KernelConfig combine;
 };
 

@@ -119,8 +119,8 @@ class DecodeMmaWarp {
     if (num_tiles_ <= kAhead) {
       // Fewer tiles than stages: all of them are on their way, nothing is left to load.
       for (int tile = 0; tile < num_tiles_; ++tile) {
-        if (tile == 0) {
-          cp_async_wait<kAhead - 1>();
+        if (tile + 1 < kAhead) {
+          cp_async_wait<1>();
         } else {
           cp_async_wait<0>();
         }

@@ -18,7 +18,7 @@ namespace astrai::testing {
 
 struct TestTarget {
   Device device;
-  std::string isa;              // CPU only
+  std::string isa;          // CPU only
   std::string kernel = "";  // CUDA only: the decode kernel that is forced, empty = its own choice
 
   std::string name() const {
