@@ -89,6 +89,9 @@ constexpr int64_t kTileElementBytes = 2;
 // Bytes for each multiprocessor above which two narrow blocks on it are as fast as a wide one
 // (H200, 2026-11).
 constexpr int64_t kMaxWideBytes = int64_t{2} << 20;
+
+// A warp for each of a multiprocessor's four schedulers.
+constexpr int kBusyThreads = 128;
 // The scalar kernel's unit.
 constexpr int64_t kScalarVector = 4;
 
@@ -172,11 +175,14 @@ Choice choose_kernel(const DecodeKernelSet& kernels, const AttentionParams& para
   const bool wide_fits =
       kernels.wide.config.function != nullptr &&
       kernels.wide.config.shared_bytes + kStaticSharedBytes <= device.max_shared_bytes;
-  // Blocks can have a multiprocessor each, and more to load than the narrow shape has under way.
+  // Blocks can have a multiprocessor each, and more to load than the narrow shape has under way; or
+  // the narrow shape has too few warps to keep one busy.
   const int64_t sm_bytes = narrow.num_units * typical_kv_len(params) * params.head_dim *
                            (2 * kTileElementBytes) / device.num_sms;
-  const bool wide_pays = narrow.num_units <= device.num_sms / 2 &&
-                         sm_bytes > kernels.narrow.config.shared_bytes && sm_bytes < kMaxWideBytes;
+  const bool narrow_is_slow =
+      sm_bytes > kernels.narrow.config.shared_bytes || kernels.narrow.config.threads < kBusyThreads;
+  const bool wide_pays =
+      narrow.num_units <= device.num_sms / 2 && narrow_is_slow && sm_bytes < kMaxWideBytes;
   if (wide_fits && (wide_pays || variant == DecodeVariant::kWide)) {
     return plan_kernel(kernels, kernels.wide, params, launch);
   }
