@@ -55,6 +55,9 @@ PACKAGE_FILES := pyproject.toml CMakeLists.txt README.md LICENSE $(filter cpp/%,
 	-o -name '*.cmake' -o -name '*.typed' -o -name '*.jinja' \) 2>/dev/null)
 TEST_CPP_FILES := $(filter tests/%,$(CPP_FILES))
 
+# Sanitizers multiply the work of GCC's optimiser: -O2 -g takes minutes for one attention source.
+SANITIZE_FLAGS := -O1 -g1
+
 DEMO_MESSAGE ?= What is the capital of France? Answer in one sentence.
 
 .PHONY: run
@@ -99,7 +102,8 @@ format: $(STAMPS)/test-tools ## rewrite C++ and Python files in the project's fo
 sanitize: $(STAMPS)/build-tools ## build the C++ tests with ASan and UBSan and run them
 	scripts/need_googletest.sh
 	$(BIN)/cmake -S . -B $(SANITIZE) -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja \
-		-DCMAKE_BUILD_TYPE=RelWithDebInfo -DASTRAI_SANITIZE=ON -DASTRAI_BUILD_TESTS=ON \
+		-DCMAKE_BUILD_TYPE=RelWithDebInfo '-DCMAKE_CXX_FLAGS_RELWITHDEBINFO=$(SANITIZE_FLAGS)' \
+		-DASTRAI_SANITIZE=ON -DASTRAI_BUILD_TESTS=ON \
 		-DASTRAI_BUILD_PYTHON=OFF -DASTRAI_CUDA=OFF
 	$(BIN)/cmake --build $(SANITIZE)
 	$(BIN)/ctest --test-dir $(SANITIZE) --output-on-failure --no-tests=error -j $(JOBS)
