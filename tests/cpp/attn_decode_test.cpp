@@ -287,8 +287,7 @@ TEST(AttnDecode, SteadyStateAllocatesNothing) {
   EXPECT_EQ(result.launches, 1);
 }
 
-// ---- bad input
-// ------------------------------------------------------------------------------------
+// ---- bad input --------------------
 
 // Tensors with addresses that must never be touched: every call below is refused before that.
 class AttnDecodeErrors : public ::testing::Test {

@@ -139,8 +139,7 @@ TEST(AttnPagedDecode, EmptyBatchLaunchesNothing) {
                   [](const AttnResult& result) { EXPECT_EQ(result.launches, 0); });
 }
 
-// ---- bad input
-// ------------------------------------------------------------------------------------
+// ---- bad input --------------------
 
 class AttnPagedDecodeErrors : public ::testing::Test {
  protected:

@@ -211,8 +211,7 @@ TEST(AttnPagedPrefill, ASingleQueryGetsTheBitsOfDecode) {
   }
 }
 
-// ---- bad input
-// ------------------------------------------------------------------------------------
+// ---- bad input --------------------
 
 class AttnPagedPrefillErrors : public ::testing::Test {
  protected:

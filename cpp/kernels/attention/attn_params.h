@@ -29,7 +29,7 @@ enum class CausalMode : uint8_t {
 //
 // All strides are in elements; the stride of the head dim is 1.
 struct AttentionParams {
-  // ---- tensors -------------------------------------------------------------------------------
+  // ---- tensors --------------------
   const void* q = nullptr;  // [B, Lq, Hq, D]; ragged prefill [T, Hq, D]; paged decode [B, Hq, D]
   const void* k = nullptr;  // dense [B, Lk, Hkv, D]; paged [P, S, Hkv, D]
   const void* v = nullptr;  // as k, with strides of its own
@@ -37,7 +37,7 @@ struct AttentionParams {
   float* lse = nullptr;     // nullable; dense [B, Hq, Lq]; paged decode [B, Hq]; ragged [T, Hq]
   DType dtype = DType::kFloat32;  // of q, k, v and out: float32, float16 or bfloat16
 
-  // ---- sizes ---------------------------------------------------------------------------------
+  // ---- sizes --------------------
   int64_t num_requests = 0;  // B
   int64_t num_q_rows = 0;    // T: B * Lq when dense
   int64_t q_len = 0;         // Lq when dense; the longest query count of a request when ragged
@@ -46,7 +46,7 @@ struct AttentionParams {
   int64_t num_kv_heads = 0;  // Hkv
   int64_t head_dim = 0;      // D
 
-  // ---- strides, in elements ------------------------------------------------------------------
+  // ---- strides, in elements --------------------
   int64_t q_stride_batch = 0;  // 0 when ragged: rows are found through qo_indptr
   int64_t q_stride_token = 0;
   int64_t q_stride_head = 0;
@@ -63,7 +63,7 @@ struct AttentionParams {
   int64_t lse_stride_token = 0;
   int64_t lse_stride_head = 0;
 
-  // ---- paged keys and values (page_size 0 = dense) --------------------------------------------
+  // ---- paged keys and values (page_size 0 = dense) --------------------
   int64_t page_size = 0;  // S
   int64_t num_pages = 0;  // P
   const int32_t* kv_indptr =
@@ -73,7 +73,7 @@ struct AttentionParams {
   const int32_t* kv_lens = nullptr;    // [B], in tokens
   const int32_t* qo_indptr = nullptr;  // [B + 1] for ragged prefill, else null
 
-  // ---- what a row sees ------------------------------------------------------------------------
+  // ---- what a row sees --------------------
   CausalMode causal_mode = CausalMode::kNone;
   int64_t causal_offset = kNotCausal;       // for kFixed
   const int32_t* causal_offsets = nullptr;  // [B], for kPerRequest
@@ -85,12 +85,12 @@ struct AttentionParams {
   int64_t mask_kv_len = 0;  // keys at or past this one are masked out
   int64_t mask_q_len = 0;   // queries (of a request) at or past this one are; unused for [B, Lk]
 
-  // ---- scores ----------------------------------------------------------------------------------
+  // ---- scores --------------------
   float scale = 0.0f;            // multiplies q.k
   float softcap = 0.0f;          // 0 = none, else s -> softcap * tanh(s / softcap)
   const float* sinks = nullptr;  // [Hq] or null: a further logit in the denominator, with no value
 
-  // ---- split partials (decode) -----------------------------------------------------------------
+  // ---- split partials (decode) --------------------
   // A request's visible keys are cut into num_splits parts of equal length, at least
   // min_split_keys each, so the last parts may be empty. Every slot of every part is written, so
   // the buffers are never cleared.

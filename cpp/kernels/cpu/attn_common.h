@@ -29,8 +29,7 @@ constexpr int round_up(int a, int b) {
   return (a + b - 1) / b * b;
 }
 
-// ---- one request
-// ----------------------------------------------------------------------------------
+// ---- one request --------------------
 
 struct KeyRange {
   int64_t first;
@@ -107,8 +106,7 @@ inline float* lse_entry(const AttentionParams& params, const Request& request, i
          (request.q_begin + row) * params.lse_stride_token + head * params.lse_stride_head;
 }
 
-// ---- where keys are
-// -------------------------------------------------------------------------------
+// ---- where keys are --------------------
 
 // Addresses of up to kTileKeys visible keys and values, of KV head 0.
 template <class T>
@@ -163,46 +161,41 @@ struct KeyWalk {
   }
 };
 
-// ---- vectors in pairs
-// -----------------------------------------------------------------------------
+// ---- rows in an order of their own --------------------
 
-// Rows are read two vectors at a time, in an order that suits the element type: bf16 gives the even
-// and the odd elements, which takes one instruction each. Dot products do not mind as long as both
-// sides are read alike; accumulators are put back in order when they are stored.
-struct VecPair {
-  VecF lo;
-  VecF hi;
-};
-
+// Rows are read in pairs of vectors, in an order that suits the element type: of bf16, half 0 of a
+// pair is its even elements and half 1 its odd ones, which take one instruction each. Dot products
+// do not mind as long as both sides are read alike; accumulators are put back in order at the end.
 constexpr int kPairLanes = 2 * VecF::kLanes;
 
 template <class T>
-inline VecPair vload_pair(const T* p) {
-  return {vload(p), vload(p + VecF::kLanes)};
+inline VecF vload_half(const T* pair, int half) {
+  return vload(pair + half * VecF::kLanes);
 }
 
+// Stores the halves of one pair in memory order.
 template <class T>
-inline void vstore_pair(float* p, VecPair a) {
-  vstore(p, a.lo);
-  vstore(p + VecF::kLanes, a.hi);
+inline void vstore_pair(float* p, VecF half0, VecF half1) {
+  vstore(p, half0);
+  vstore(p + VecF::kLanes, half1);
 }
 
 #if defined(__AVX512F__)
 
 template <>
-inline VecPair vload_pair<bf16>(const bf16* p) {
-  const __m512i raw = _mm512_loadu_si512(p);
-  return {{_mm512_castsi512_ps(_mm512_slli_epi32(raw, 16))},
-          {_mm512_castsi512_ps(_mm512_and_si512(raw, _mm512_set1_epi32(-65536)))}};
+inline VecF vload_half<bf16>(const bf16* pair, int half) {
+  const __m512i raw = _mm512_loadu_si512(pair);
+  return {_mm512_castsi512_ps(half == 0 ? _mm512_slli_epi32(raw, 16)
+                                        : _mm512_and_si512(raw, _mm512_set1_epi32(-65536)))};
 }
 
 template <>
-inline void vstore_pair<bf16>(float* p, VecPair a) {
+inline void vstore_pair<bf16>(float* p, VecF half0, VecF half1) {
   const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
   const __m512i high =
       _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-  _mm512_storeu_ps(p, _mm512_permutex2var_ps(a.lo.v, low, a.hi.v));
-  _mm512_storeu_ps(p + 16, _mm512_permutex2var_ps(a.lo.v, high, a.hi.v));
+  _mm512_storeu_ps(p, _mm512_permutex2var_ps(half0.v, low, half1.v));
+  _mm512_storeu_ps(p + 16, _mm512_permutex2var_ps(half0.v, high, half1.v));
 }
 
 // Sums of the lanes of four vectors.
@@ -218,17 +211,29 @@ inline void vreduce_add4(const VecF* a, float* sums) {
 
 #elif defined(__AVX2__)
 
+alignas(32) constexpr uint32_t kUpperHalves[8] = {0xffff0000u, 0xffff0000u, 0xffff0000u,
+                                                  0xffff0000u, 0xffff0000u, 0xffff0000u,
+                                                  0xffff0000u, 0xffff0000u};
+
 template <>
-inline VecPair vload_pair<bf16>(const bf16* p) {
-  const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  return {{_mm256_castsi256_ps(_mm256_slli_epi32(raw, 16))},
-          {_mm256_castsi256_ps(_mm256_and_si256(raw, _mm256_set1_epi32(-65536)))}};
+inline VecF vload_half<bf16>(const bf16* pair, int half) {
+  if (half == 0) {
+    const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(pair));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(raw, 16))};
+  }
+  // The inner loops need all sixteen registers. Written with intrinsics, the compiler keeps the
+  // mask in one, and the raw pair in another, and spills accumulators to do so.
+  __m256i upper;
+  asm("vmovdqa %1, %0\n\tvpand %2, %0, %0"
+      : "=x"(upper)
+      : "m"(kUpperHalves), "m"(*reinterpret_cast<const bf16(*)[16]>(pair)));
+  return {_mm256_castsi256_ps(upper)};
 }
 
 template <>
-inline void vstore_pair<bf16>(float* p, VecPair a) {
-  const __m256 low = _mm256_unpacklo_ps(a.lo.v, a.hi.v);
-  const __m256 high = _mm256_unpackhi_ps(a.lo.v, a.hi.v);
+inline void vstore_pair<bf16>(float* p, VecF half0, VecF half1) {
+  const __m256 low = _mm256_unpacklo_ps(half0.v, half1.v);
+  const __m256 high = _mm256_unpackhi_ps(half0.v, half1.v);
   _mm256_storeu_ps(p, _mm256_permute2f128_ps(low, high, 0x20));
   _mm256_storeu_ps(p + 8, _mm256_permute2f128_ps(low, high, 0x31));
 }
@@ -246,38 +251,32 @@ inline void vreduce_add4(const VecF* a, float* sums) {
 
 #endif
 
-// A row of D elements in steps of one pair; where D is an odd number of vectors the last step's
-// second half is zero.
+// A row of D elements as vectors, two to a pair; where D is an odd number of vectors the last
+// pair's second half is zero.
 template <int D>
-constexpr int kSteps = (D + kPairLanes - 1) / kPairLanes;
+constexpr int kPairs = (D + kPairLanes - 1) / kPairLanes;
 template <int D>
-constexpr int kPaddedDim = kSteps<D> * kPairLanes;
+constexpr int kPaddedDim = kPairs<D> * kPairLanes;
 
 template <int D, class T>
-inline VecPair load_step(const T* row, int step) {
+inline VecF load_row(const T* row, int pair, int half) {
+  const T* at = row + pair * kPairLanes;
   if constexpr (D % kPairLanes != 0) {
-    if (step == D / kPairLanes) return {vload(row + step * kPairLanes), vzero()};
+    if (pair == D / kPairLanes) return half == 0 ? vload(at) : vzero();
   }
-  return vload_pair(row + step * kPairLanes);
+  return vload_half(at, half);
 }
 
-// From the order of load_step<D, T> back to memory order, in place. `row` holds kPaddedDim<D>.
+// From the order of load_row<D, T> back to memory order, in place. `row` holds kPaddedDim<D>.
 template <int D, class T>
 inline void restore_order(float* row) {
-  for (int step = 0; step < D / kPairLanes; ++step) {
-    float* at = row + step * kPairLanes;
-    vstore_pair<T>(at, {vload(at), vload(at + VecF::kLanes)});
+  for (int pair = 0; pair < D / kPairLanes; ++pair) {
+    float* at = row + pair * kPairLanes;
+    vstore_pair<T>(at, vload(at), vload(at + VecF::kLanes));
   }
 }
 
-inline void prefetch_row(const void* row, int bytes) {
-  for (int offset = 0; offset < bytes; offset += 64) {
-    __builtin_prefetch(static_cast<const char*>(row) + offset, 0, 3);
-  }
-}
-
-// ---- scores and weights
-// ---------------------------------------------------------------------------
+// ---- scores and weights --------------------
 
 // softcap * tanh(x / softcap). For large |x|, tanh(y) = 1 - 2 / (exp(2 |y|) + 1) with y's sign;
 // near zero, where that loses its digits, the Taylor series up to y^11, whose error at 0.25 is
