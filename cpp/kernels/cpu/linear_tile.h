@@ -59,9 +59,7 @@ inline VecF load_half(const bf16* block) {
   if constexpr (Half == 0) return {_mm256_castsi256_ps(_mm256_slli_epi32(raw, 16))};
   return {_mm256_castsi256_ps(_mm256_and_si256(raw, _mm256_set1_epi32(-0x10000)))};
 #else
-  typedef uint32_t UInt4 __attribute__((vector_size(16)));
-  typedef uint32_t UInt4Unaligned __attribute__((vector_size(16), aligned(2), may_alias));
-  const UInt4 raw = *reinterpret_cast<const UInt4Unaligned*>(block);
+  const UInt4 raw = load_vector<UInt4>(block);
   if constexpr (Half == 0) return {reinterpret_cast<Float4>(raw << 16)};
   return {reinterpret_cast<Float4>(raw & 0xffff0000u)};
 #endif

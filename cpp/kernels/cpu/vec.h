@@ -191,11 +191,9 @@ inline VecF vselect_lt(VecF a, VecF b, VecF x, VecF y) {
 #else  // generic vectors: SSE2 on x86-64, NEON on Arm
 
 typedef float Float4 __attribute__((vector_size(16)));
-typedef float Float4Unaligned __attribute__((vector_size(16), aligned(4), may_alias));
 typedef int32_t Int4 __attribute__((vector_size(16)));
 typedef uint32_t UInt4 __attribute__((vector_size(16)));
 typedef uint16_t UShort4 __attribute__((vector_size(8)));
-typedef uint16_t UShort4Unaligned __attribute__((vector_size(8), aligned(2), may_alias));
 
 struct VecF {
   static constexpr int kLanes = 4;
@@ -205,11 +203,23 @@ struct VecF {
 inline VecF vset1(float x) {
   return {Float4{x, x, x, x}};
 }
+// Memory of any type and alignment as a vector. Not through a pointer to an unaligned, may_alias
+// vector type: GCC 13 loses the may_alias and moves such a load before the stores it depends on.
+template <class V>
+inline V load_vector(const void* p) {
+  V value;
+  __builtin_memcpy(&value, p, sizeof(V));
+  return value;
+}
+template <class V>
+inline void store_vector(void* p, V value) {
+  __builtin_memcpy(p, &value, sizeof(V));
+}
 inline VecF vload(const float* p) {
-  return {*reinterpret_cast<const Float4Unaligned*>(p)};
+  return {load_vector<Float4>(p)};
 }
 inline UInt4 load_halves(const void* p) {
-  return __builtin_convertvector(*static_cast<const UShort4Unaligned*>(p), UInt4);
+  return __builtin_convertvector(load_vector<UShort4>(p), UInt4);
 }
 inline VecF vload(const bf16* p) {
   return {reinterpret_cast<Float4>(load_halves(p) << 16)};
@@ -227,14 +237,14 @@ inline VecF vload(const fp16* p) {
   return {reinterpret_cast<Float4>(value | ((bits & 0x8000u) << 16))};
 }
 inline void vstore(float* p, VecF a) {
-  *reinterpret_cast<Float4Unaligned*>(p) = a.v;
+  store_vector(p, a.v);
 }
 inline void vstore(bf16* p, VecF a) {
   const UInt4 bits = reinterpret_cast<UInt4>(a.v);
   const UInt4 rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
   const UInt4 nan = reinterpret_cast<UInt4>(a.v != a.v);
   const UInt4 value = (nan & (bits | 0x400000u)) | (~nan & rounded);
-  *reinterpret_cast<UShort4Unaligned*>(p) = __builtin_convertvector(value >> 16, UShort4);
+  store_vector(p, __builtin_convertvector(value >> 16, UShort4));
 }
 inline void vstore(fp16* p, VecF a) {
   for (int i = 0; i < 4; ++i) p[i] = from_float<fp16>(a.v[i]);
