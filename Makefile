@@ -109,8 +109,10 @@ sanitize: $(STAMPS)/build-tools ## build the C++ tests with ASan and UBSan and r
 	$(BIN)/ctest --test-dir $(SANITIZE) --output-on-failure --no-tests=error -j $(JOBS)
 
 .PHONY: bench
-bench: $(STAMPS)/install $(STAMPS)/model $(STAMPS)/test-tools ## run every benchmark; results go to benchmarks/results
-	$(BIN)/python benchmarks/python/run_all.py
+bench: $(STAMPS)/install $(STAMPS)/model $(STAMPS)/test-tools ## run every CPU benchmark; results go to benchmarks/results
+	$(BIN)/cmake -S . -B $(RELEASE) -DASTRAI_BUILD_BENCHMARKS=ON
+	$(BIN)/cmake --build $(RELEASE) --target attn_decode_bench linear_bench
+	$(BIN)/python benchmarks/python/run_all.py --cpp-dir $(RELEASE)/benchmarks/cpp $(BENCH_ARGS)
 
 .PHONY: package
 package: $(STAMPS)/build-tools ## build the source archive and a wheel into dist, as a release would
