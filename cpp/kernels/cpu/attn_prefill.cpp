@@ -9,7 +9,6 @@
 #include "common/thread_pool.h"
 #include "kernels/attention/attn_dispatch.h"
 #include "kernels/cpu/attn_common.h"
-#include "kernels/cpu/attn_rows.h"
 #include "kernels/cpu/attn_split.h"
 #include "kernels/cpu/attn_tile.h"
 
@@ -192,41 +191,6 @@ void run_tile(const AttentionParams& params, const Request& request, const Tile&
   }
 }
 
-// A request with one query is a decode row in a mixed batch. It takes decode's path, split by
-// split, and so gets the bits that attn_paged_decode would give it.
-template <class T, int D>
-void run_single_row(const AttentionParams& params, const Request& request, int64_t kv_head) {
-  const int64_t group = params.num_q_heads / params.num_kv_heads;
-  const RowScratch scratch = carve_row_scratch<D>(
-      thread_scratch(static_cast<size_t>(row_scratch_bytes<D>(group)), 0), group);
-  const KeyRange visible = visible_keys(params, request, 0);
-  if (params.num_splits == 1) {
-    attend_row<T, D>(params, request, 0, visible, kv_head, kv_head + 1, scratch);
-    for (int64_t h = 0; h < group; ++h) {
-      finish_row<T, D>(params, request, 0, kv_head * group + h, scratch.acc + h * kPaddedDim<D>,
-                       scratch.softmax[h]);
-    }
-    return;
-  }
-  const int64_t head_floats = params.num_splits * (D + 2);
-  float* memory = static_cast<float*>(
-      thread_scratch(static_cast<size_t>(group * head_floats) * sizeof(float), 1));
-  for (int64_t split = 0; split < params.num_splits; ++split) {
-    attend_row<T, D>(params, request, 0, split_range(params, visible, split), kv_head, kv_head + 1,
-                     scratch);
-    for (int64_t h = 0; h < group; ++h) {
-      float* o = memory + h * head_floats;
-      store_partial<D>({o, o + params.num_splits * D}, split, scratch.acc + h * kPaddedDim<D>,
-                       scratch.softmax[h]);
-    }
-  }
-  for (int64_t h = 0; h < group; ++h) {
-    float* o = memory + h * head_floats;
-    merge_partials<T, D>(params, request, 0, kv_head * group + h, {o, o + params.num_splits * D},
-                         params.num_splits);
-  }
-}
-
 template <class T, int D>
 void prefill(const AttentionParams& params) {
   const auto group = static_cast<int>(params.num_q_heads / params.num_kv_heads);
@@ -247,7 +211,7 @@ void prefill(const AttentionParams& params) {
     }
     const Request request = load_request(params, index);
     const int64_t kv_head = task % params.num_kv_heads;
-    if (request.q_len == 1) return run_single_row<T, D>(params, request, kv_head);
+    if (request.q_len == 1) return decode_single_row(params, request, kv_head);
     const int64_t first_token = tile_index * tile_tokens;
     const auto num_tokens = static_cast<int>(min_of(tile_tokens, request.q_len - first_token));
     const int rows = num_tokens * group;

@@ -1,7 +1,7 @@
 // Parts of one row's keys, and how their results are merged.
 #pragma once
 
-#include "kernels/cpu/attn_rows.h"
+#include "kernels/cpu/attn_common.h"
 
 namespace astrai::kernels::cpu::ASTRAI_ISA {
 
@@ -91,5 +91,10 @@ void finish_row(const AttentionParams& params, const Request& request, int64_t r
   store_partial<D>({o, ml}, 0, numerator, state);
   merge_partials<T, D>(params, request, row, head, {o, ml}, 1);
 }
+
+// The query heads of one KV head, for a request with a single query: a decode row in a mixed batch.
+// Runs on the calling thread, split by split, and gives the bits that attn_decode gives. Defined in
+// attn_decode.cpp.
+void decode_single_row(const AttentionParams& params, const Request& request, int64_t kv_head);
 
 }  // namespace astrai::kernels::cpu::ASTRAI_ISA
