@@ -3,7 +3,8 @@
 // --quick leaves out the last two shapes and the longest context, --large all points with less than
 // 100 MB of keys and values, --sweep tries numbers of splits.
 //
-//   attn_cuda_bench [--json FILE] [--quick] [--large] [--sweep] [--dense] [--fixed KEYS] [--max-cluster N] [--narrow | --wide]
+//   attn_cuda_bench [--json FILE] [--quick] [--large] [--sweep] [--dense] [--fixed KEYS]
+//   [--max-cluster N] [--narrow | --wide]
 //                   [--page-size N]...
 //
 // Cold cache: a CUDA graph of launches over several copies of the pages, together larger than L2.
@@ -43,9 +44,9 @@ struct Point {
 constexpr Point kPoints[] = {{1, 512},  {1, 4096},  {1, 32768}, {1, 131072}, {8, 512},
                              {8, 4096}, {8, 32768}, {64, 512},  {64, 4096},  {256, 1024}};
 
-// What FlashInfer 0.6.12 (paged, page size 16, its better variant) and cuDNN (contiguous) took on an
-// H200 for the same grid, in microseconds; 0 = not measured. For the table's ratio only: a run with
-// the peers beside is benchmarks/python/attn_peers.py.
+// What FlashInfer 0.6.12 (paged, page size 16, its better variant) and cuDNN (contiguous) took on
+// an H200 for the same grid, in microseconds; 0 = not measured. For the table's ratio only: a run
+// with the peers beside is benchmarks/python/attn_peers.py.
 struct PeerTimes {
   double flashinfer[10];
   double cudnn[10];
@@ -155,8 +156,8 @@ double measure_read_gbps() {
   for (int blocks_per_sm : {4, 8, 16}) {
     const int blocks = blocks_per_sm * cuda_device(0).num_sms;
     const Timing timing = time_graph({[&](cudaStream_t stream) {
-      read_kernel<<<blocks, 256, 0, stream>>>(static_cast<const uint4*>(buffer.data()),
-                                              kBytes / 16, static_cast<uint32_t*>(sink.data()));
+      read_kernel<<<blocks, 256, 0, stream>>>(static_cast<const uint4*>(buffer.data()), kBytes / 16,
+                                              static_cast<uint32_t*>(sink.data()));
     }});
     best = std::max(best, kBytes / timing.median_us / 1e3);
   }
@@ -212,8 +213,8 @@ class DecodeProblem {
     lens_ = upload(lens);
     o_part_ = std::make_unique<DeviceMemory>(point.num_requests * shape.num_q_heads * kMaxPartials *
                                              shape.head_dim * 4);
-    ml_part_ = std::make_unique<DeviceMemory>(point.num_requests * shape.num_q_heads *
-                                              kMaxPartials * 8);
+    ml_part_ =
+        std::make_unique<DeviceMemory>(point.num_requests * shape.num_q_heads * kMaxPartials * 8);
   }
 
   int64_t kv_bytes() const {
@@ -287,9 +288,8 @@ class DecodeProblem {
   Timing time(int64_t num_splits, int64_t fixed_split_keys) {
     std::vector<std::function<void(cudaStream_t)>> launches;
     for (int64_t c = 0; c < num_copies_; ++c) {
-      launches.push_back([=, this](cudaStream_t stream) {
-        launch(c, num_splits, fixed_split_keys, stream);
-      });
+      launches.push_back(
+          [=, this](cudaStream_t stream) { launch(c, num_splits, fixed_split_keys, stream); });
     }
     return time_graph(launches);
   }
@@ -297,22 +297,20 @@ class DecodeProblem {
  private:
   static constexpr int64_t kMaxPartials = 512;
 
-  int64_t q_elements() const {
-    return point_.num_requests * shape_.num_q_heads * shape_.head_dim;
-  }
+  int64_t q_elements() const { return point_.num_requests * shape_.num_q_heads * shape_.head_dim; }
 
   static std::unique_ptr<DeviceMemory> upload(const std::vector<int32_t>& values) {
     auto memory = std::make_unique<DeviceMemory>(static_cast<int64_t>(values.size()) * 4);
-    ASTRAI_CHECK_CUDA(cudaMemcpy(memory->data(), values.data(), values.size() * 4,
-                                 cudaMemcpyHostToDevice));
+    ASTRAI_CHECK_CUDA(
+        cudaMemcpy(memory->data(), values.data(), values.size() * 4, cudaMemcpyHostToDevice));
     return memory;
   }
 
   std::vector<float> download() {
     ASTRAI_CHECK_CUDA(cudaDeviceSynchronize());
     std::vector<uint16_t> bits(static_cast<size_t>(q_elements()));
-    ASTRAI_CHECK_CUDA(cudaMemcpy(bits.data(), out_[0]->data(), bits.size() * 2,
-                                 cudaMemcpyDeviceToHost));
+    ASTRAI_CHECK_CUDA(
+        cudaMemcpy(bits.data(), out_[0]->data(), bits.size() * 2, cudaMemcpyDeviceToHost));
     std::vector<float> values;
     for (uint16_t b : bits) values.push_back(to_float(bf16{b}));
     return values;
@@ -347,7 +345,8 @@ void write_json(FILE* file, const Row& row, double read_gbps, const Options& opt
       file,
       "{\"bench\": \"attn_decode_cuda\", \"commit\": \"%s\", \"gpu\": \"%s\", \"cuda_driver\": %d, "
       "\"cuda_runtime\": %d, \"dtype\": \"bfloat16\", \"q_heads\": %ld, \"kv_heads\": %ld, "
-      "\"head_dim\": %ld, \"batch\": %ld, \"context\": %ld, \"page_size\": %ld, \"num_splits\": %ld, "
+      "\"head_dim\": %ld, \"batch\": %ld, \"context\": %ld, \"page_size\": %ld, \"num_splits\": "
+      "%ld, "
       "\"fixed_split_keys\": %ld, \"median_us\": %.3f, \"iqr_us\": %.3f, \"gb_per_s\": %.1f, "
       "\"read_gb_per_s\": %.1f}\n",
       commit == nullptr ? "unknown" : commit, gpu.c_str(), driver, runtime, row.shape.num_q_heads,
@@ -383,7 +382,8 @@ int run(const Options& options) {
         std::vector<int64_t> all_splits{0};
         if (options.sweep) all_splits = {0, 1, 2, 3, 4, 6, 8, 16, 24, 32, 48, 64, 128};
         for (int64_t splits : all_splits) {
-          if (splits * point.num_requests * shape.num_kv_heads > 4224 || splits * 32 > point.context) {
+          if (splits * point.num_requests * shape.num_kv_heads > 4224 ||
+              splits * 32 > point.context) {
             continue;
           }
           const double error = problem.verify(splits, options.fixed_split_keys);
@@ -392,15 +392,16 @@ int run(const Options& options) {
             ++wrong;
           }
           const Timing timing = problem.time(splits, options.fixed_split_keys);
-          const Row row{shape, point, page_size, splits, timing,
-                        problem.kv_bytes() / timing.median_us / 1e3};
+          const Row row{shape,  point,  page_size,
+                        splits, timing, problem.kv_bytes() / timing.median_us / 1e3};
           const bool peers = s < std::size(kPeers);
           const auto ratio = [&](double peer) { return peer > 0 ? timing.median_us / peer : 0.0; };
           std::printf("%3ld:%ld:%-5ld %4ldx%-6ld %4ld %6ld %9.2f %7.2f %6.0f %5.1f %6.2f %6.2f\n",
                       shape.num_q_heads, shape.num_kv_heads, shape.head_dim, point.num_requests,
                       point.context, options.dense ? 0 : page_size, splits, timing.median_us,
                       timing.spread_us, row.gbps, 100 * row.gbps / read_gbps,
-                      ratio(peers ? kPeers[s].flashinfer[p] : 0), ratio(peers ? kPeers[s].cudnn[p] : 0));
+                      ratio(peers ? kPeers[s].flashinfer[p] : 0),
+                      ratio(peers ? kPeers[s].cudnn[p] : 0));
           write_json(json, row, read_gbps, options, properties.name);
         }
       }
