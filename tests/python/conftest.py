@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,15 @@ REFERENCE = Path(__file__).parent / "reference"
 
 # Two threads of two libraries on a small machine get in each other's way while spinning.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C raise in this process and its children, as it does for a person.
+
+    A shell makes the programs that it starts in the background ignore SIGINT, test runs included.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
