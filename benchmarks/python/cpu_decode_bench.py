@@ -110,6 +110,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     prompt_tokens, new_tokens = (8, 4) if arguments.smoke else (PROMPT_TOKENS, NEW_TOKENS)
     model = transformers_model(resolve_source(MODEL))
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     generator = torch.Generator().manual_seed(0)
     report = Report("cpu_decode_bench", arguments)
     with LLM(MODEL, dtype="bfloat16", max_batch=max(BATCHES), max_context=1024) as llm:
@@ -128,6 +129,9 @@ def main() -> None:
             shape = {"batch": batch, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
             for name, values in samples.items():
                 report.add(f"{name} decode", "tokens/s", values, dtype="bfloat16", **shape)
+            # What the memory system delivers for this: to be held against a read benchmark.
+            traffic = [rate / batch * weight_bytes / 1e9 for rate in samples["astrai"]]
+            report.add("astrai weights read", "GB/s", traffic, **shape)
             speedup = ratios(samples["astrai"], samples["transformers"])
             report.add("astrai / transformers", "ratio", speedup, target=">= 2", **shape)
     report.write()
