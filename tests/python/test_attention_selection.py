@@ -60,7 +60,7 @@ def test_cuda_tensors_fall_back_with_the_reason_of_each_backend(registry, torch,
     with caplog.at_level(logging.WARNING, "astrai.attention"):
         backend = registry.select_backend("cuda", torch.float32, 64)
     assert backend.kind is registry.ATTN_BACKEND.TORCH_NATIVE
-    assert "cuda is passed over: this build has no CUDA kernels" in caplog.text
+    assert "cuda is passed over: astrai has no CUDA kernel for prefill attention yet" in caplog.text
     assert "flash is passed over: dtype float32" in caplog.text
 
 
@@ -124,7 +124,9 @@ def test_explicit_choice_that_cannot_serve_says_why(registry, torch):
         with pytest.raises(ValueError, match="device cpu; it serves cuda"):
             registry.select_backend("cpu", torch.float32, 64)
         if registry.CudaBackend.unavailable_reason() is not None:
-            with pytest.raises(RuntimeError, match=r"cuda, .*: this build has no CUDA kernels"):
+            with pytest.raises(
+                RuntimeError, match=r"cuda, .*: astrai has no CUDA kernel for prefill attention yet"
+            ):
                 registry.select_backend("cuda", torch.float32, 64)
 
 

@@ -20,4 +20,4 @@ class CudaBackend(KernelBackend):
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
-        return "this build has no CUDA kernels"
+        return "astrai has no CUDA kernel for prefill attention yet"

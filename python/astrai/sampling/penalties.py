@@ -6,6 +6,7 @@ gather, change, scatter. An id that is listed twice is written twice with the sa
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -64,7 +65,7 @@ class TokenHistory:
         self.output_counts[self._arange, new] += 1.0
 
 
-class _PenaltyStrategy:
+class _PenaltyStrategy(ABC):
     """Shared gather and scatter; a subclass says how a seen logit changes."""
 
     field: str
@@ -86,8 +87,9 @@ class _PenaltyStrategy:
         values = logits[history.row_index, ids]
         logits[history.row_index, ids] = self._changed(values, ids)
 
+    @abstractmethod
     def _changed(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        """The new logits of `ids`, both [batch, ids], whose logits are `values`."""
 
 
 class RepetitionPenaltyStrategy(_PenaltyStrategy):
