@@ -15,6 +15,7 @@ from astrai.engine.request import Request
 from astrai.engine.scheduler import ScheduledBatch, Scheduler
 from astrai.sampling.batch_info import SamplingBatchInfo
 from astrai.sampling.sampler import Sampler
+from astrai.threads import single_torch_thread
 
 
 class BatchExecutor(Protocol):
@@ -138,8 +139,8 @@ class EngineCore:
             return previous
         sequences = [batch.sequences[place] for place in batch.sampled]
         rows = [sequence.row for sequence in sequences]
-        info = self._sampler.batch_info(rows, logits.device, previous)
-        with torch.inference_mode():
+        with torch.inference_mode(), single_torch_thread():
+            info = self._sampler.batch_info(rows, logits.device, previous)
             sampled = self._sampler.sample(logits, info)
         self.scheduler.commit(batch)
         now = time.perf_counter()

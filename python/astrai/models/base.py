@@ -18,6 +18,7 @@ from astrai.models.layers.linear import BoundLinear, Linear
 from astrai.models.layers.norm import BoundNorm, RMSNorm
 from astrai.models.layers.rope import RotaryTable
 from astrai.models.layers.step import Attend, Step, StepBuffers
+from astrai.threads import single_torch_thread
 
 if TYPE_CHECKING:
     from astrai.kv_cache import KVCache
@@ -147,10 +148,10 @@ class CausalLM(nn.Module, ABC):
         weight = self.embedding.weight
         if not torch.is_grad_enabled() and self._uses_kernels(self._backend()):
             rows = hidden.reshape(-1, hidden.shape[-1])
-            out = rows.new_empty(rows.shape[0], weight.shape[0])
-            logits = self.bound.head(rows, out).view(*hidden.shape[:-1], -1)
-        else:
-            logits = self.head(hidden)
+            # The kernel sums in float32 anyway: no rounding to the model's dtype in between.
+            out = rows.new_empty(rows.shape[0], weight.shape[0], dtype=torch.float32)
+            return self.bound.head(rows, out).view(*hidden.shape[:-1], -1)
+        logits: torch.Tensor = self.head(hidden)
         return logits.float()
 
     @property
@@ -250,12 +251,13 @@ class CausalLM(nn.Module, ABC):
 
     def _run_kernels(self, input_ids: torch.Tensor, step: Step) -> torch.Tensor:
         bound = self.bound
-        buffers = StepBuffers(self.config, self.embedding(input_ids))
-        delta: torch.Tensor | None = None
-        for layer in bound.layers:
-            layer(buffers, step, delta)
-            delta = buffers.delta
-        return bound.norm(buffers.delta, buffers.residual, buffers.normed)
+        with single_torch_thread():
+            buffers = StepBuffers(self.config, self.embedding(input_ids))
+            delta: torch.Tensor | None = None
+            for layer in bound.layers:
+                layer(buffers, step, delta)
+                delta = buffers.delta
+            return bound.norm(buffers.delta, buffers.residual, buffers.normed)
 
 
 def _dense_attend(entry: Callable[..., torch.Tensor], batch: int, length: int) -> Attend:
