@@ -47,6 +47,7 @@ endif
 
 CPP_FILES := $(shell find cpp tests/cpp benchmarks -type f \( -name '*.cpp' -o -name '*.h' \
 	-o -name '*.cu' -o -name '*.cuh' \) 2>/dev/null)
+# Of these clang-tidy sees the ones that this build compiles.
 TIDY_FILES := $(filter cpp/%.cpp,$(CPP_FILES))
 PY_PATHS := python scripts tests examples benchmarks
 # What the installed package is made of.
@@ -89,8 +90,9 @@ lint: $(STAMPS)/install $(STAMPS)/test-tools ## check formats, ruff and types
 
 .PHONY: tidy
 tidy: $(STAMPS)/install $(STAMPS)/test-tools ## run clang-tidy over the C++ host code (slow)
-	@echo "clang-tidy ($(words $(TIDY_FILES)) files)"
-	@printf '%s\n' $(TIDY_FILES) | xargs -P $(JOBS) -n 1 $(BIN)/clang-tidy --quiet -p $(RELEASE)
+	@for file in $(TIDY_FILES); do \
+	    if grep -q "/$$file\"" $(RELEASE)/compile_commands.json; then echo $$file; fi; done | \
+	xargs -P $(JOBS) -n 1 $(BIN)/clang-tidy --quiet -p $(RELEASE)
 
 .PHONY: format
 format: $(STAMPS)/test-tools ## rewrite C++ and Python files in the project's format

@@ -126,8 +126,8 @@ Device to_device(const char* op, const char* name, int32_t type, int32_t index) 
 
 TensorView to_view(const char* op, const char* name, nb::handle object,
                    const dlpack::Tensor& tensor) {
-  ASTRAI_CHECK_ARG(tensor.ndim <= TensorView::kMaxDims, op, ": ", name, " has ", tensor.ndim,
-                   " dimensions; expected at most ", TensorView::kMaxDims);
+  ASTRAI_CHECK_ARG(tensor.ndim >= 0 && tensor.ndim <= TensorView::kMaxDims, op, ": ", name, " has ",
+                   tensor.ndim, " dimensions; expected 0 to ", TensorView::kMaxDims);
   TensorView view;
   view.dtype = to_dtype(op, name, object, tensor.dtype);
   view.device = to_device(op, name, tensor.device.type, tensor.device.id);

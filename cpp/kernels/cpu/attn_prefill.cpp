@@ -92,11 +92,12 @@ KeyRange tile_keys(const AttentionParams& params, const Request& request, const 
   return range;
 }
 
-// Bits first .. last - 1.
+// Bits first .. last - 1, as far as a word has them.
 uint64_t bit_range(int64_t first, int64_t last) {
+  first = max_of(first, 0);
+  last = min_of(last, 64);
   if (first >= last) return 0;
-  const uint64_t below_last = last >= 64 ? ~uint64_t{0} : (uint64_t{1} << last) - 1;
-  return below_last & ~((uint64_t{1} << first) - 1);
+  return ~uint64_t{0} >> (64 - (last - first)) << first;
 }
 
 // Which of `count` keys from `key` on each token of the tile sees.
@@ -110,8 +111,7 @@ Seen find_seen(const AttentionParams& params, const Request& request, const Tile
   for (int t = 0; t < tile.num_tokens; ++t) {
     const int64_t row = tile.first_token + t;
     const KeyRange range = visible_keys(params, request, row);
-    uint64_t bits = bit_range(min_of(max_of(range.first - key, 0), count),
-                              min_of(max_of(range.last - key, 0), count));
+    uint64_t bits = bit_range(range.first - key, min_of(range.last - key, count));
     if (const uint8_t* mask = mask_row(params, request, row); mask != nullptr && bits != 0) {
       for (int i = 0; i < count; ++i) {
         if ((bits >> i & 1) != 0 && mask[(key + i) * params.mask_stride_kv] == 0) {
