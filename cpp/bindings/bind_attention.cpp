@@ -17,12 +17,19 @@ using OptionalArg = std::optional<TensorArg>;
 using DenseEntry = void (*)(const TensorView&, const TensorView&, const TensorView&,
                             const TensorView&, int64_t, const kernels::AttentionOptions&);
 
+// How a call cuts the keys.
+struct Splits {
+  int64_t num_splits = 0;
+  int64_t fixed_split_keys = 0;
+  int64_t max_kv_len = 0;
+};
+
 // The optional tensors of a call, alive while their options are in use.
 struct BorrowedOptions {
   BorrowedOptions(const char* op, OptionalArg mask_arg, int64_t window, float softcap,
                   OptionalArg sinks_arg, std::optional<float> scale, OptionalArg lse_arg,
-                  OptionalArg o_part_arg, OptionalArg ml_part_arg, int64_t num_splits,
-                  uintptr_t stream)
+                  OptionalArg o_part_arg, OptionalArg ml_part_arg, const Splits& splits,
+                  void* stream)
       : mask(borrow(op, "mask", mask_arg)),
         sinks(borrow(op, "sinks", sinks_arg)),
         lse(borrow(op, "lse", lse_arg, Access::kWrite)),
@@ -36,8 +43,10 @@ struct BorrowedOptions {
                .lse = view_or_null(lse),
                .o_part = view_or_null(o_part),
                .ml_part = view_or_null(ml_part),
-               .num_splits = num_splits,
-               .stream = reinterpret_cast<void*>(stream)} {}
+               .num_splits = splits.num_splits,
+               .fixed_split_keys = splits.fixed_split_keys,
+               .max_kv_len = splits.max_kv_len,
+               .stream = stream} {}
   BorrowedOptions(const BorrowedOptions&) = delete;
   BorrowedOptions& operator=(const BorrowedOptions&) = delete;
 
@@ -45,9 +54,9 @@ struct BorrowedOptions {
   kernels::AttentionOptions values;
 };
 
-void run_dense(const char* op, DenseEntry entry, TensorArg q_arg, TensorArg k_arg, TensorArg v_arg,
-               TensorArg out_arg, int64_t causal_offset, const BorrowedOptions& options) {
-  const BorrowedTensor q = borrow(op, "q", q_arg);
+void run_dense(const char* op, DenseEntry entry, const BorrowedTensor& q, TensorArg k_arg,
+               TensorArg v_arg, TensorArg out_arg, int64_t causal_offset,
+               const BorrowedOptions& options) {
   const BorrowedTensor k = borrow(op, "k", k_arg);
   const BorrowedTensor v = borrow(op, "v", v_arg);
   const BorrowedTensor out = borrow(op, "out", out_arg, Access::kWrite);
@@ -55,22 +64,28 @@ void run_dense(const char* op, DenseEntry entry, TensorArg q_arg, TensorArg k_ar
   entry(q, k, v, out, causal_offset, options.values);
 }
 
-void bound_attn_decode(TensorArg q, TensorArg k, TensorArg v, TensorArg out, OptionalArg mask,
+void bound_attn_decode(TensorArg q_arg, TensorArg k, TensorArg v, TensorArg out, OptionalArg mask,
                        int64_t causal_offset, int64_t window, float softcap, OptionalArg sinks,
                        std::optional<float> scale, OptionalArg lse, OptionalArg o_part,
-                       OptionalArg ml_part, int64_t num_splits, uintptr_t stream) {
-  const BorrowedOptions options("attn_decode", mask, window, softcap, sinks, scale, lse, o_part,
-                                ml_part, num_splits, stream);
-  run_dense("attn_decode", &kernels::attn_decode, q, k, v, out, causal_offset, options);
+                       OptionalArg ml_part, int64_t num_splits, int64_t fixed_split_keys,
+                       int64_t max_kv_len, const StreamArg& stream) {
+  constexpr const char* kOp = "attn_decode";
+  const BorrowedTensor q = borrow(kOp, "q", q_arg);
+  const BorrowedOptions options(kOp, mask, window, softcap, sinks, scale, lse, o_part, ml_part,
+                                {num_splits, fixed_split_keys, max_kv_len},
+                                stream_for(stream, q_arg, q));
+  run_dense(kOp, &kernels::attn_decode, q, k, v, out, causal_offset, options);
 }
 
-void bound_attn_prefill(TensorArg q, TensorArg k, TensorArg v, TensorArg out, OptionalArg mask,
+void bound_attn_prefill(TensorArg q_arg, TensorArg k, TensorArg v, TensorArg out, OptionalArg mask,
                         int64_t causal_offset, int64_t window, float softcap, OptionalArg sinks,
                         std::optional<float> scale, OptionalArg lse, OptionalArg o_part,
-                        OptionalArg ml_part, int64_t num_splits, uintptr_t stream) {
-  const BorrowedOptions options("attn_prefill", mask, window, softcap, sinks, scale, lse, o_part,
-                                ml_part, num_splits, stream);
-  run_dense("attn_prefill", &kernels::attn_prefill, q, k, v, out, causal_offset, options);
+                        OptionalArg ml_part, int64_t num_splits, const StreamArg& stream) {
+  constexpr const char* kOp = "attn_prefill";
+  const BorrowedTensor q = borrow(kOp, "q", q_arg);
+  const BorrowedOptions options(kOp, mask, window, softcap, sinks, scale, lse, o_part, ml_part,
+                                {.num_splits = num_splits}, stream_for(stream, q_arg, q));
+  run_dense(kOp, &kernels::attn_prefill, q, k, v, out, causal_offset, options);
 }
 
 // Paged keys and values of a call, alive while their views are in use.
@@ -93,13 +108,15 @@ void bound_attn_paged_decode(TensorArg q_arg, TensorArg k_pages, TensorArg v_pag
                              TensorArg out_arg, OptionalArg mask, int64_t window, float softcap,
                              OptionalArg sinks, std::optional<float> scale, OptionalArg lse,
                              OptionalArg o_part, OptionalArg ml_part, int64_t num_splits,
-                             uintptr_t stream) {
+                             int64_t fixed_split_keys, int64_t max_kv_len,
+                             const StreamArg& stream) {
   constexpr const char* kOp = "attn_paged_decode";
   const BorrowedTensor q = borrow(kOp, "q", q_arg);
   const BorrowedPages pages(kOp, k_pages, v_pages, kv_indptr, kv_indices, kv_lens);
   const BorrowedTensor out = borrow(kOp, "out", out_arg, Access::kWrite);
   const BorrowedOptions options(kOp, mask, window, softcap, sinks, scale, lse, o_part, ml_part,
-                                num_splits, stream);
+                                {num_splits, fixed_split_keys, max_kv_len},
+                                stream_for(stream, q_arg, q));
   nb::gil_scoped_release release;
   kernels::attn_paged_decode(q, pages.views(), out, options.values);
 }
@@ -110,7 +127,7 @@ void bound_attn_paged_prefill(TensorArg q_arg, TensorArg k_pages, TensorArg v_pa
                               int64_t causal_offset, OptionalArg causal_offsets_arg,
                               OptionalArg mask, int64_t window, float softcap, OptionalArg sinks,
                               std::optional<float> scale, OptionalArg lse, OptionalArg o_part,
-                              OptionalArg ml_part, int64_t num_splits, uintptr_t stream) {
+                              OptionalArg ml_part, int64_t num_splits, const StreamArg& stream) {
   constexpr const char* kOp = "attn_paged_prefill";
   const BorrowedTensor q = borrow(kOp, "q", q_arg);
   const BorrowedPages pages(kOp, k_pages, v_pages, kv_indptr, kv_indices, kv_lens);
@@ -121,7 +138,7 @@ void bound_attn_paged_prefill(TensorArg q_arg, TensorArg k_pages, TensorArg v_pa
                                     .offset = causal_offset,
                                     .offsets = view_or_null(causal_offsets)};
   const BorrowedOptions options(kOp, mask, window, softcap, sinks, scale, lse, o_part, ml_part,
-                                num_splits, stream);
+                                {.num_splits = num_splits}, stream_for(stream, q_arg, q));
   nb::gil_scoped_release release;
   kernels::attn_paged_prefill(q, pages.views(), qo_indptr, out, causal, options.values);
 }
@@ -141,20 +158,21 @@ void bind_attention(nb::module_& module) {
   module.def("attn_decode", &bound_attn_decode, arg("q"), arg("k"), arg("v"), arg("out"),
              arg("mask").none(), arg("causal_offset"), arg("window"), arg("softcap"),
              arg("sinks").none(), arg("scale").none(), arg("lse").none(), arg("o_part").none(),
-             arg("ml_part").none(), arg("num_splits"), arg("stream"),
+             arg("ml_part").none(), arg("num_splits"), arg("fixed_split_keys"), arg("max_kv_len"),
+             arg("stream").none(),
              "Dense attention of one query a request, split over the keys; all tensors "
              "[B, L, H, D] by strides. See astrai.extension.ops.attn_decode.");
   module.def("attn_prefill", &bound_attn_prefill, arg("q"), arg("k"), arg("v"), arg("out"),
              arg("mask").none(), arg("causal_offset"), arg("window"), arg("softcap"),
              arg("sinks").none(), arg("scale").none(), arg("lse").none(), arg("o_part").none(),
-             arg("ml_part").none(), arg("num_splits"), arg("stream"),
+             arg("ml_part").none(), arg("num_splits"), arg("stream").none(),
              "Dense attention of many queries, split over the queries; all tensors "
              "[B, L, H, D] by strides. See astrai.extension.ops.attn_prefill.");
   module.def("attn_paged_decode", &bound_attn_paged_decode, arg("q"), arg("k_pages"),
              arg("v_pages"), arg("kv_indptr"), arg("kv_indices"), arg("kv_lens"), arg("out"),
              arg("mask").none(), arg("window"), arg("softcap"), arg("sinks").none(),
              arg("scale").none(), arg("lse").none(), arg("o_part").none(), arg("ml_part").none(),
-             arg("num_splits"), arg("stream"),
+             arg("num_splits"), arg("fixed_split_keys"), arg("max_kv_len"), arg("stream").none(),
              "Attention of one query a request over paged keys. See "
              "astrai.extension.ops.attn_paged_decode.");
   module.def("attn_paged_prefill", &bound_attn_paged_prefill, arg("q"), arg("k_pages"),
@@ -162,7 +180,7 @@ void bind_attention(nb::module_& module) {
              arg("out"), arg("causal_from_lengths"), arg("causal_offset"),
              arg("causal_offsets").none(), arg("mask").none(), arg("window"), arg("softcap"),
              arg("sinks").none(), arg("scale").none(), arg("lse").none(), arg("o_part").none(),
-             arg("ml_part").none(), arg("num_splits"), arg("stream"),
+             arg("ml_part").none(), arg("num_splits"), arg("stream").none(),
              "Ragged attention of many queries over paged keys. See "
              "astrai.extension.ops.attn_paged_prefill.");
 }

@@ -57,6 +57,12 @@ void bind_device(nb::module_& module) {
              "while a kernel runs. Raises ValueError as cpu_isa().");
 
   module.def("built_with_cuda", &built_with_cuda, "Whether this build was configured with CUDA.");
+  module.def("cuda_architectures", &cuda_architectures,
+             "Architectures that this build has CUDA code for, such as '80' or '90a'; none without "
+             "CUDA.");
+  module.def("cuda_unavailable_reason", &cuda_unavailable_reason, nb::arg("index"),
+             "Why no CUDA kernel of this build can run on device `index`; empty when they can. "
+             "Creates no context.");
   module.def("cuda_device_count", &cuda_device_count,
              "CUDA devices that the driver reports; 0 without CUDA or without a driver.");
   nb::class_<CudaDeviceFacts>(module, "CudaDeviceFacts", "What the driver says about a device.")

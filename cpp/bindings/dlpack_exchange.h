@@ -54,7 +54,8 @@ struct ExchangeApi {
   // Fills a view that the object keeps owning. The shape and stride arrays are valid until control
   // returns to the producer. Nullable. Returns 0, or -1 with a Python error set.
   int (*view_from_py_object)(void* object, Tensor* out);
-  void* current_work_stream;
+  // Stores the stream that the library queues work of a device on. Nullable. Returns as above.
+  int (*current_work_stream)(int32_t device_type, int32_t device_id, void** out);
 };
 
 }  // namespace astrai::bindings::dlpack

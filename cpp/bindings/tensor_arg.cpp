@@ -199,7 +199,26 @@ BorrowedTensor borrow_through_python(const char* op, const char* name, nb::handl
   return BorrowedTensor(to_view(op, name, object, tensor), std::move(array));
 }
 
+// Of libraries without the table only torch can be asked, and only if somebody imported it.
+void* current_torch_stream(int device_index) {
+  const nb::object modules = nb::module_::import_("sys").attr("modules");
+  const nb::object torch = modules.attr("get")("torch");
+  if (torch.is_none()) return nullptr;
+  const nb::object stream = torch.attr("cuda").attr("current_stream")(device_index);
+  return reinterpret_cast<void*>(nb::cast<uintptr_t>(stream.attr("cuda_stream")));
+}
+
 }  // namespace
+
+void* current_stream(nb::handle tensor, int device_index) {
+  const dlpack::ExchangeApi* api = exchange_api(Py_TYPE(tensor.ptr()));
+  if (api == nullptr || api->current_work_stream == nullptr) {
+    return current_torch_stream(device_index);
+  }
+  void* stream = nullptr;
+  if (api->current_work_stream(dlpack::kCuda, device_index, &stream) != 0) throw nb::python_error();
+  return stream;
+}
 
 BorrowedTensor borrow(const char* op, const char* name, const TensorArg& arg, Access access) {
   const nb::handle object = arg.object();

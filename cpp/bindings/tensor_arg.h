@@ -6,6 +6,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 
+#include <cstdint>
 #include <optional>
 
 #include "common/tensor_view.h"
@@ -41,6 +42,9 @@ class BorrowedTensor {
 
 enum class Access { kRead, kWrite };
 
+// A cudaStream_t as an int, or None.
+using StreamArg = std::optional<uintptr_t>;
+
 // Throws TypeError when the object is not a tensor; std::invalid_argument, "<op>: <name> ...", for
 // an unsupported dtype, device or rank, for memory that is read-only where Access::kWrite is asked
 // for, and for a tensor that requires grad while gradients are enabled (kernels have no backward).
@@ -52,6 +56,18 @@ inline std::optional<BorrowedTensor> borrow(const char* op, const char* name,
                                             Access access = Access::kRead) {
   if (!arg) return std::nullopt;
   return borrow(op, name, *arg, access);
+}
+
+// The stream of a tensor's device that its library currently queues work on.
+void* current_stream(nb::handle tensor, int device_index);
+
+// The cudaStream_t for a kernel over `tensor`, which was borrowed from `arg`: the caller's, else
+// the current one. The CPU has none.
+inline void* stream_for(const StreamArg& stream, const TensorArg& arg,
+                        const BorrowedTensor& tensor) {
+  const Device device = tensor.view().device;
+  if (device.type == DeviceType::kCpu) return nullptr;
+  return stream ? reinterpret_cast<void*>(*stream) : current_stream(arg.object(), device.index);
 }
 
 inline const TensorView* view_or_null(const std::optional<BorrowedTensor>& tensor) {

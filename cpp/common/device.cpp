@@ -1,5 +1,8 @@
 #include "common/device.h"
 
+#include <algorithm>
+#include <sstream>
+
 #include "common/check.h"
 
 #if ASTRAI_WITH_CUDA
@@ -12,7 +15,51 @@ bool built_with_cuda() {
   return ASTRAI_WITH_CUDA != 0;
 }
 
+bool architecture_runs_on(const std::string& architecture, int compute_major, int compute_minor) {
+  const int number = std::stoi(architecture);
+  const bool exact = architecture.back() == 'a';
+  const int minor = number % 10;
+  return number / 10 == compute_major && (exact ? minor == compute_minor : minor <= compute_minor);
+}
+
+std::string missing_code_reason(const CudaDeviceFacts& device,
+                                const std::vector<std::string>& architectures) {
+  const auto runs = [&](const std::string& architecture) {
+    return architecture_runs_on(architecture, device.compute_major, device.compute_minor);
+  };
+  if (std::any_of(architectures.begin(), architectures.end(), runs)) return "";
+  std::string built;
+  for (const std::string& architecture : architectures) {
+    built += (built.empty() ? "" : ", ") + architecture;
+  }
+  return concat("this build has no code for ", device.name, " (compute capability ",
+                device.compute_major, ".", device.compute_minor, "), only for architectures ",
+                built, "; expected a build whose ASTRAI_CUDA_ARCHITECTURES includes ",
+                device.compute_major, device.compute_minor);
+}
+
 #if ASTRAI_WITH_CUDA
+
+std::vector<std::string> cuda_architectures() {
+  std::vector<std::string> result;
+  std::istringstream list(ASTRAI_CUDA_ARCHITECTURES);
+  for (std::string entry; std::getline(list >> std::ws, entry, ',');) result.push_back(entry);
+  return result;
+}
+
+std::string cuda_unavailable_reason(int index) {
+  int count = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  if (status != cudaSuccess) {
+    cudaGetLastError();
+    return concat("the driver reports no CUDA device (", cudaGetErrorName(status), ": ",
+                  cudaGetErrorString(status), ")");
+  }
+  if (index < 0 || index >= count) {
+    return concat("there is no CUDA device ", index, "; the driver reports ", count);
+  }
+  return missing_code_reason(cuda_device_facts(index), cuda_architectures());
+}
 
 int cuda_device_count() {
   int count = 0;
@@ -40,6 +87,14 @@ CudaDeviceFacts cuda_device_facts(int index) {
 }
 
 #else
+
+std::vector<std::string> cuda_architectures() {
+  return {};
+}
+
+std::string cuda_unavailable_reason(int) {
+  return "this build of astrai has no CUDA kernels (it was configured without CUDA)";
+}
 
 int cuda_device_count() {
   return 0;

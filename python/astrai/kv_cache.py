@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from astrai.extension import ops
+from astrai.extension.devices import has_kernels
 from astrai.extension.loader import load
 from astrai.workspace import InferenceWorkspace, WorkspaceShape
 
@@ -31,6 +33,10 @@ _DTYPE_NAMES = {
 # this length up to the given number, so that a request's result does not depend on its neighbours.
 _SPLIT_KEYS = 256
 _MAX_SPLITS = 64
+# CUDA cuts into as many parts as fill the device once. No decode kernel has more blocks resident on
+# a multiprocessor, and no part is shorter.
+_CUDA_BLOCKS_PER_SM = 8
+_CUDA_SPLIT_KEYS = 16
 
 
 class KVStep:
@@ -49,6 +55,7 @@ class KVStep:
     positions     [T] int64;  slot_mapping  [T] int64, page * page_size + offset, -1 for padding
     max_q_len, max_kv_len   longest of each
     num_splits    for decode attention; 0 lets the kernel choose
+    o_part, ml_part  its scratch, float32 [>= R, Hq, splits, D | 2]
     cache         what a backend derives from the step once and reads in every layer
     """
 
@@ -63,11 +70,13 @@ class KVStep:
         "last_rows",
         "max_kv_len",
         "max_q_len",
+        "ml_part",
         "num_row_tokens",
         "num_rows",
         "num_splits",
         "num_tasks",
         "num_tokens",
+        "o_part",
         "phase",
         "positions",
         "q_lens",
@@ -91,6 +100,8 @@ class KVStep:
     max_q_len: int
     max_kv_len: int
     num_splits: int
+    o_part: torch.Tensor
+    ml_part: torch.Tensor
     cache: dict[str, Any]
     _workspace: InferenceWorkspace
     _page_size: int
@@ -155,6 +166,7 @@ class KVCache:
             raise ValueError(f"kv_cache: dtype {dtype}; expected one of {known}")
         self.dtype = dtype
         self.device = torch.device(device)
+        self._on_cpu = self.device.type == "cpu"
         self.page_size, self.num_pages = page_size, num_pages
         self.max_batch, self.max_context = max_batch, max_context
         self.max_step_tokens = max_step_tokens
@@ -170,7 +182,7 @@ class KVCache:
                 max_context=max_context,
                 max_step_tokens=max_step_tokens,
                 page_size=page_size,
-                max_splits=max(1, min(_MAX_SPLITS, -(-max_context // _SPLIT_KEYS))),
+                max_splits=self._max_splits(config.num_kv_heads),
                 dtype=_DTYPE_NAMES[dtype],
             ),
             self.device,
@@ -182,11 +194,19 @@ class KVCache:
         )
         self.k_pages = tuple(self.storage[0].unbind(0))
         self.v_pages = tuple(self.storage[1].unbind(0))
-        self.o_part, self.ml_part = self.workspace.o_part, self.workspace.ml_part
+        self._partials = {max_batch: (self.workspace.o_part, self.workspace.ml_part)}
         self._core = _ext.KVCache(self.storage[0], self.storage[1], self.pool, self.workspace.core)
-        self._on_cpu = self.device.type == "cpu"
+        self._writes_by_kernel = has_kernels(self.storage.device)
         self._prefixes: dict[str, tuple[int, torch.Tensor]] = {}
         self._step: KVStep | None = None
+
+    def _max_splits(self, num_kv_heads: int) -> int:
+        """Parts of a request for which the workspace has room when the batch is full."""
+        if self._on_cpu:
+            return max(1, min(_MAX_SPLITS, -(-self.max_context // _SPLIT_KEYS)))
+        num_sms: int = torch.cuda.get_device_properties(self.device).multi_processor_count
+        filling = -(-num_sms * _CUDA_BLOCKS_PER_SM // (self.max_batch * num_kv_heads))
+        return max(1, min(filling, -(-self.max_context // _CUDA_SPLIT_KEYS)))
 
     @staticmethod
     def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
@@ -224,11 +244,11 @@ class KVCache:
             self.workspace.wait_uploaded()
             facts = self.pool.bind_tasks(self.workspace.core, task_ids, q_lens, pad_to)
             self.workspace.upload(self.workspace.layout.step_metadata[0], facts.metadata_bytes)
-        self._step = step = self._describe(facts)
+        self._step = step = self._describe(facts, is_padded=pad_to > 0)
         step.q_lens = tuple(q_lens)
         return step
 
-    def _describe(self, facts: StepMetadata) -> KVStep:
+    def _describe(self, facts: StepMetadata, is_padded: bool) -> KVStep:
         step = KVStep()
         rows, tokens = facts.num_rows, facts.num_row_tokens
         step.phase = "decode" if facts.is_decode else "prefill"
@@ -236,6 +256,7 @@ class KVCache:
         step.num_rows, step.num_row_tokens = rows, tokens
         step.max_q_len, step.max_kv_len = facts.max_q_len, facts.max_kv_len
         step.num_splits = 0
+        step.o_part, step.ml_part = self._partials_for(rows)
         prefix = self._prefix
         step.qo_indptr = prefix("qo_indptr", rows + 1)
         step.kv_indptr = prefix("kv_indptr", rows + 1)
@@ -243,11 +264,35 @@ class KVCache:
         step.last_rows = prefix("last_rows", rows)
         step.positions = prefix("positions", tokens)
         step.slot_mapping = prefix("slot_mapping", tokens)
-        step.kv_indices = prefix("kv_indices", facts.num_pages_used)
+        entries = facts.num_pages_used
+        if is_padded and not self._on_cpu:
+            # What a graph is captured with must not depend on the lengths of one step.
+            entries = rows * -(-self.max_context // self.page_size)
+        step.kv_indices = prefix("kv_indices", entries)
         step.cache = {}
         step._workspace, step._page_size = self.workspace, self.page_size
         step._host_kv_lens = None
         return step
+
+    def _partials_for(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The workspace's split partials for a step of so many requests.
+
+        On CUDA a small batch is cut into more parts than a full one, so the same memory is seen as
+        fewer rows of more splits. The CPU cuts alike in any batch.
+        """
+        if self._on_cpu:
+            return self._partials[self.max_batch]
+        known = self._partials.get(rows)
+        if known is None:
+            o_part, ml_part = self._partials[self.max_batch]
+            num_heads = o_part.shape[1]
+            splits = o_part.shape[0] * o_part.shape[2] // rows  # rows: 1 to max_batch
+            known = (
+                _recut(o_part, rows, num_heads, splits),
+                _recut(ml_part, rows, num_heads, splits),
+            )
+            self._partials[rows] = known
+        return known
 
     def _prefix(self, name: str, length: int) -> torch.Tensor:
         """The first `length` entries of a slice; the same view while the length repeats."""
@@ -265,7 +310,7 @@ class KVCache:
         """
         step = self.step
         k_pages, v_pages = self.k_pages[layer_id], self.v_pages[layer_id]
-        if self._on_cpu:
+        if self._writes_by_kernel:
             ops.kv_write(k, v, k_pages, v_pages, step.slot_mapping)
             return
         if k.shape != (step.num_row_tokens, *k_pages.shape[2:]) or v.shape != k.shape:
@@ -286,3 +331,9 @@ class KVCache:
         # One by one: a page may be written by one copy and read by a later one.
         for source, target in self.pool.take_page_copies():
             self.storage[:, :, target] = self.storage[:, :, source]
+
+
+def _recut(part: torch.Tensor, *shape: int) -> torch.Tensor:
+    """The start of a contiguous [B, H, splits, width] seen as [*shape, width]."""
+    rows = part.view(-1, part.shape[-1])[: math.prod(shape)]
+    return rows.view(*shape, part.shape[-1])

@@ -173,6 +173,41 @@ def test_paged_steps_on_cuda(name, dtype):
     check_paged_steps(TorchNativeBackend(), make_cache(4, dtype, "cuda"), name, dtype)
 
 
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_the_path_of_other_devices_on_this_ones_memory(backend, by_kernel):
+    """Binding, page copies and partials as for a device; torch writes where there is no kernel."""
+    kv = make_cache()
+    kv._on_cpu, kv._writes_by_kernel = False, by_kernel
+    check_paged_steps(backend, kv, "everything", "float32")
+
+
+def test_a_small_batch_sees_the_partials_of_the_full_one_as_more_splits():
+    kv = make_cache(max_batch=8, max_context=1024)
+    o_part, ml_part = kv.workspace.o_part, kv.workspace.ml_part
+    assert o_part.shape == (8, 6, 4, 32)
+    kv._on_cpu = False
+    for rows, splits in ((8, 4), (5, 6), (1, 32)):
+        cut_o, cut_ml = kv._partials_for(rows)
+        assert cut_o.shape == (rows, 6, splits, 32)
+        assert cut_ml.shape == (rows, 6, splits, 2)
+        assert cut_o.is_contiguous()
+        assert cut_o.data_ptr() == o_part.data_ptr()
+        assert cut_ml.data_ptr() == ml_part.data_ptr()
+        assert kv._partials_for(rows)[0] is cut_o
+
+
+def test_a_padded_step_of_a_device_has_the_sizes_of_every_step():
+    kv = make_cache()
+    kv._on_cpu = False
+    kv.pool.add_task(1)
+    for length in (3, 60):
+        assert kv.pool.try_reserve(1, length)
+        step = kv.bind([1], [length], pad_to=4)
+        assert step.kv_indices.shape == (4 * 32,)
+        assert step.kv_indices.data_ptr() == kv.workspace.kv_indices.data_ptr()
+        kv.pool.append(1, length)
+
+
 def check_paged_steps(backend, kv, name, dtype):
     options = {"plain": {}, "window": {"window": 6}}.get(name)
     if options is None:

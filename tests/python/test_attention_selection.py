@@ -25,6 +25,22 @@ def torch():
     return torch
 
 
+@pytest.fixture
+def cuda_machine(monkeypatch):
+    """A machine as the CUDA backend sees it: reasons by device index, None = kernels run there."""
+    import torch
+
+    from astrai.attention import cuda
+
+    def build(*reasons, torch_sees_devices=True):
+        monkeypatch.setattr(cuda, "cuda_kernels_reason", lambda index: reasons[index])
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: torch_sees_devices)
+        cuda._unavailable_reason.cache_clear()
+
+    yield build
+    cuda._unavailable_reason.cache_clear()
+
+
 def test_every_name_is_registered_and_describes_itself(registry):
     kinds = set(registry.ATTN_BACKEND)
     assert {kind.value for kind in kinds} == {"torch_native", "cpu", "cuda", "flash"}
@@ -54,14 +70,45 @@ def test_fallback_logs_one_reason_once(registry, torch, caplog, dtype, head_dim,
     assert "cpu is passed over: " + reason in caplog.text
 
 
-def test_cuda_tensors_fall_back_with_the_reason_of_each_backend(registry, torch, caplog):
-    if registry.CudaBackend.unavailable_reason() is None:
-        pytest.skip("this build has CUDA kernels")
+def test_cuda_tensors_fall_back_with_the_reason_of_each_backend(
+    registry, torch, caplog, cuda_machine
+):
+    cuda_machine("this build has no code for a Toaster 9000")
     with caplog.at_level(logging.WARNING, "astrai.attention"):
-        backend = registry.select_backend("cuda", torch.float32, 64)
-    assert backend.kind is registry.ATTN_BACKEND.TORCH_NATIVE
-    assert "cuda is passed over: astrai has no CUDA kernel for prefill attention yet" in caplog.text
+        for _ in range(3):
+            backend = registry.select_backend("cuda", torch.float32, 64)
+            assert backend.kind is registry.ATTN_BACKEND.TORCH_NATIVE
+    assert len(caplog.records) == 2
+    assert "cuda is passed over: this build has no code for a Toaster 9000" in caplog.text
     assert "flash is passed over: dtype float32" in caplog.text
+
+
+def test_explicit_cuda_names_what_is_missing(registry, torch, cuda_machine):
+    cuda_machine("the driver reports no CUDA device")
+    with (
+        registry.attn_backend("cuda"),
+        pytest.raises(RuntimeError, match=r"cuda, chosen .*: the driver reports no CUDA device"),
+    ):
+        registry.select_backend("cuda", torch.float32, 64)
+
+
+def test_cuda_kernels_need_a_torch_that_sees_the_device(registry, torch, cuda_machine):
+    cuda_machine(None, torch_sees_devices=False)
+    assert "sees no CUDA device" in registry.CudaBackend.unavailable_reason("cuda:0")
+
+
+def test_reason_of_this_build(registry):
+    """Without a stand-in: whatever this build and this machine are, the reason says it."""
+    from astrai.extension.loader import load
+
+    ext = load()
+    reason = registry.CudaBackend.unavailable_reason("cuda:0")
+    assert (ext.cuda_architectures() != []) == ext.built_with_cuda()
+    if not ext.built_with_cuda():
+        assert "configured without CUDA" in reason
+    elif ext.cuda_device_count() == 0:
+        assert "the driver reports no CUDA device" in reason
+    assert "no CUDA device" in ext.cuda_unavailable_reason(99) or not ext.built_with_cuda()
 
 
 def test_other_devices_are_served_by_torch(registry, torch, caplog):
@@ -120,14 +167,11 @@ def test_explicit_choice_that_cannot_serve_says_why(registry, torch):
             registry.select_backend("cpu", torch.float32, 48)
         with pytest.raises(ValueError, match="device cuda; it serves cpu"):
             registry.select_backend("cuda", torch.float32, 64)
-    with registry.attn_backend("cuda"):
-        with pytest.raises(ValueError, match="device cpu; it serves cuda"):
-            registry.select_backend("cpu", torch.float32, 64)
-        if registry.CudaBackend.unavailable_reason() is not None:
-            with pytest.raises(
-                RuntimeError, match=r"cuda, .*: astrai has no CUDA kernel for prefill attention yet"
-            ):
-                registry.select_backend("cuda", torch.float32, 64)
+    with (
+        registry.attn_backend("cuda"),
+        pytest.raises(ValueError, match="device cpu; it serves cuda"),
+    ):
+        registry.select_backend("cpu", torch.float32, 64)
 
 
 def test_environment_sets_the_default(registry, torch, monkeypatch):

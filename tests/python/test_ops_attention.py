@@ -218,6 +218,43 @@ def test_paged_decode_uses_given_partials():
         ops.attn_paged_decode(q, *pages, o_part=o_part)
 
 
+def test_fixed_splits_do_not_depend_on_the_batch():
+    generator = rng(6)
+    batch = reference.PagedBatch(generator, [700, 3, 1500], 2, 32, 16)
+    q = generator.standard_normal((3, 4, 32), np.float32)
+    pages = (batch.k_pages, batch.v_pages)
+    options = {"fixed_split_keys": 256, "max_kv_len": 1500}
+    lists = (batch.kv_indptr, batch.kv_indices, batch.kv_lens)
+    together = ops.attn_paged_decode(q, *pages, *lists, **options)
+    alone = ops.attn_paged_decode(
+        q[:1], *pages, batch.kv_indptr[:2], batch.kv_indices, batch.kv_lens[:1], **options
+    )
+    np.testing.assert_array_equal(alone, together[:1])
+    np.testing.assert_allclose(together, ops.attn_paged_decode(q, *pages, *lists), rtol=1e-5)
+    q, k, v = random_qkv(generator, 2, 1, 600, 4, 2, 32)
+    np.testing.assert_array_equal(
+        ops.attn_decode(q, k, v, **options)[:1], ops.attn_decode(q[:1], k[:1], v[:1], **options)
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fixed_split_keys": 100}, "fixed_split_keys is 100; expected 0 or a multiple of 128"),
+        ({"fixed_split_keys": -128}, "fixed_split_keys is -128; expected 0 or a multiple of 128"),
+        ({"fixed_split_keys": 128, "num_splits": 2}, "num_splits is 2; expected 0, since fixed_sp"),
+        ({"max_kv_len": -1}, "max_kv_len is -1; expected at least 1, or 0 for unknown"),
+    ],
+)
+def test_bad_splits(options, message):
+    arguments = paged_arguments()
+    with pytest.raises(ValueError, match="attn_paged_decode: " + message):
+        ops.attn_paged_decode(**arguments, **options)
+    q, k, v = random_qkv(rng(), 1, 1, 5, 4, 2, 32)
+    with pytest.raises(ValueError, match="attn_decode: " + message):
+        ops.attn_decode(q, k, v, **options)
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("offset", [None, -1, 4, "tensor"])
 def test_paged_prefill(isa, page_size, offset):

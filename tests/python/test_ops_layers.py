@@ -212,6 +212,58 @@ def test_kv_write_refuses_slots_outside_the_cache(slot):
     assert not pages.any()
 
 
+# ---- rotary and kv_write in one pass ----------------------------------------------------------
+
+
+def rotary_write_arguments(dtype="float32", width=32):
+    """q, k, v as views of one fused projection, positions, table, pages, slots with one skipped."""
+    import torch
+
+    fused, exact = normal(4, 8, 64, dtype=dtype)
+    q, k, v = fused[:, :4], fused[:, 4:6], fused[:, 6:]
+    pages = [torch.full((3, 4, 2, 64), fill, dtype=fused.dtype) for fill in (7.0, 8.0)]
+    positions, slots = torch.tensor([2, 0, 9, 5]), torch.tensor([5, -1, 9, 0])
+    return (q, k, v, positions, torch.from_numpy(table(10, width)), *pages, slots), fused, exact
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_kv_write_is_both(isa, interleaved, dtype):
+    arguments, fused, exact = rotary_write_arguments(dtype)
+    positions, cos_sin, k_pages, v_pages, slots = arguments[3:]
+    assert ops.rotary_kv_write(*arguments, interleaved=interleaved) is None
+    wanted = turned(exact, positions.numpy(), cos_sin.numpy(), interleaved)
+    wanted[:, 6:] = exact[:, 6:]
+    close(fused, wanted, dtype)
+    written = [slot for slot in slots.tolist() if slot >= 0]
+    for pages, heads, fill in ((k_pages, fused[:, 4:6], 7.0), (v_pages, fused[:, 6:], 8.0)):
+        flat = pages.flatten(0, 1)
+        assert flat[written].equal(heads[slots >= 0])
+        others = [slot for slot in range(12) if slot not in written]
+        assert (flat[others] == fill).all()
+
+
+def test_rotary_kv_write_refuses_before_it_touches_anything():
+    for place, value, message in (
+        (3, [2, 0, 10, 5], "positions.2. is 10; expected 0 to 9"),
+        (7, [5, -1, 12, 0], "slot_mapping.2. is 12; expected -1"),
+        (7, [5, -1, 9], "slot_mapping has"),
+    ):
+        arguments, fused, _ = rotary_write_arguments()
+        changed = list(arguments)
+        changed[place] = np.array(value)
+        kept = fused.clone()
+        with pytest.raises(ValueError, match="rotary_kv_write: " + message):
+            ops.rotary_kv_write(*changed)
+        assert fused.equal(kept)
+        assert (arguments[5] == 7.0).all()
+    arguments, _, _ = rotary_write_arguments()
+    changed = list(arguments)
+    changed[2] = arguments[1]  # the values would be turned
+    with pytest.raises(ValueError, match=r"rotary_kv_write: .*overlap"):
+        ops.rotary_kv_write(*changed)
+
+
 # ---- bad arguments ----------------------------------------------------------------------------
 
 

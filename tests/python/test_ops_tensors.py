@@ -122,6 +122,16 @@ def test_tensors_without_the_fast_table_go_through_dlpack():
     assert base.count_nonzero() == 8
 
 
+def test_streams():
+    """A stream is a number or None; the CPU has none, whatever the number."""
+    expected = ops.silu_mul(f32(2, 8))
+    for stream in (None, 0, 2**40):
+        np.testing.assert_array_equal(ops.silu_mul(f32(2, 8), stream=stream), expected)
+    for stream in ("0", 1.5, -1, object()):
+        with pytest.raises(TypeError):
+            ops.silu_mul(f32(2, 8), stream=stream)
+
+
 def test_kernels_run_from_many_threads():
     """Kernels let go of the interpreter; results do not mix."""
     generator = np.random.default_rng(0)

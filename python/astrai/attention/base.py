@@ -37,8 +37,11 @@ class AttentionBackend(ABC):
     head_dims: ClassVar[frozenset[int] | None] = None
 
     @classmethod
-    def unavailable_reason(cls) -> str | None:
-        """Why this backend cannot run on this machine at all, or None."""
+    def unavailable_reason(cls, device: torch.device | str | None = None) -> str | None:
+        """Why this backend cannot run on this machine at all, or None.
+
+        device  the one in question, of a type that the backend serves; None: torch's current one
+        """
         return None
 
     @classmethod
@@ -58,7 +61,7 @@ class AttentionBackend(ABC):
         if cls.head_dims is not None and head_dim not in cls.head_dims:
             known_dims = ", ".join(str(known) for known in sorted(cls.head_dims))
             return f"head_dim {head_dim}; it serves {known_dims}"
-        return cls.unavailable_reason()
+        return cls.unavailable_reason(device)
 
     @abstractmethod
     def fwd_decode(

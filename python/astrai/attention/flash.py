@@ -81,7 +81,7 @@ class FlashAttnBackend(AttentionBackend):
     head_dims = frozenset(range(8, 257, 8))
 
     @classmethod
-    def unavailable_reason(cls) -> str | None:
+    def unavailable_reason(cls, device: torch.device | str | None = None) -> str | None:
         return flash_attn_available().reason or None
 
     def fwd_decode(

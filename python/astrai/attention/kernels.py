@@ -66,9 +66,11 @@ class KernelBackend(AttentionBackend):
             softcap=softcap,
             sinks=sinks,
             scale=scale,
-            o_part=kv.o_part,
-            ml_part=kv.ml_part,
+            o_part=step.o_part,
+            ml_part=step.ml_part,
             num_splits=step.num_splits,
+            # The bound of all steps, not of this one: a captured graph is replayed for others.
+            max_kv_len=kv.max_context,
         )
         return out
 

@@ -116,7 +116,7 @@ def _strict(
     if reason is None:
         return _instance(kind)
     text = f"attention backend {kind.value}, chosen explicitly, cannot serve: {reason}"
-    if reason == backend.unavailable_reason():
+    if reason == backend.unavailable_reason(device):
         raise RuntimeError(text)
     raise ValueError(text)
 

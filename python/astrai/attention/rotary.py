@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from astrai.extension import ops
+from astrai.extension.devices import has_kernels
 
 _KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -34,7 +35,7 @@ def apply_rotary_emb(
     """
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
         return rotate(q, k, positions, cos_sin, interleaved=interleaved)
-    if q.device.type == "cpu" and q.dtype in _KERNEL_DTYPES:
+    if q.dtype in _KERNEL_DTYPES and has_kernels(q.device):
         ops.rotary(q, k, positions, cos_sin, interleaved=interleaved)
         return q, k
     return rotate(q, k, positions, cos_sin, interleaved=interleaved)

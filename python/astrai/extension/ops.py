@@ -13,9 +13,13 @@ What all functions raise:
   ValueError    a shape, dtype, stride, device or option differs from the contract; the message is
                 "<op>: <argument> <found>; expected <rule>", and nothing has been touched
   TypeError     an argument is not a tensor, or not a number
-  RuntimeError  tensors are on a CUDA device and this build has no CUDA kernel for the operation
+  RuntimeError  tensors are on a CUDA device and this build has no CUDA kernel for the operation or
+                no code for the device, or CUDA failed
+What only the CPU checks, since CUDA would have to wait for the device: values inside page lists,
+lengths, positions and slots.
 
-`stream` is a cudaStream_t as an int; the CPU ignores it.
+`stream` is a cudaStream_t as an int. None, the default, is the stream that the tensors' library
+currently queues work on: torch's current stream of their device. The CPU ignores it.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ _silu_mul = _ext.silu_mul
 _rotary = _ext.rotary
 _linear = _ext.linear
 _kv_write = _ext.kv_write
+_rotary_kv_write = _ext.rotary_kv_write
 _attn_paged_decode = _ext.attn_paged_decode
 
 
@@ -109,8 +114,8 @@ def _dense_attention(
     return_lse: bool,
     o_part: Tensor | None,
     ml_part: Tensor | None,
-    num_splits: int,
-    stream: int,
+    splits: tuple[int, ...],
+    stream: int | None,
 ) -> Any:
     if layout not in ("blhd", "bhld"):
         raise ValueError(f"{op}: layout {layout!r}; expected 'blhd' or 'bhld'")
@@ -137,7 +142,7 @@ def _dense_attention(
         lse,
         o_part,
         ml_part,
-        num_splits,
+        *splits,
         stream,
     )
     return (out, lse) if return_lse else out
@@ -160,7 +165,9 @@ def attn_decode(
     o_part: Tensor | None = None,
     ml_part: Tensor | None = None,
     num_splits: int = 0,
-    stream: int = 0,
+    fixed_split_keys: int = 0,
+    max_kv_len: int = 0,
+    stream: int | None = None,
 ) -> Any:
     """Attention of one query per request over dense keys and values, split over the keys.
 
@@ -177,6 +184,10 @@ def attn_decode(
     o_part         float32 scratch [>= B, Hq, splits, D], with ml_part [>= B, Hq, splits, 2]; both
                    or neither. Without them the kernel uses scratch of its own
     num_splits     parts that the keys are cut into; 0 lets the kernel choose
+    fixed_split_keys  > 0, a multiple of 128: parts of so many keys whatever else is in the batch,
+                   so that a request's result has the same bits in any batch; num_splits stays 0
+                   then. 0: the fastest parts on CUDA; the CPU's length is always fixed
+    max_kv_len     no request has more keys; 0: unknown. On CUDA it bounds the number of fixed parts
     Returns        out, or (out, lse) with return_lse: lse float32 [B, Hq, 1], natural log of the
                    softmax denominator, sink included. A query that sees no key: zeros, lse -inf
     Raises         see the module
@@ -200,7 +211,7 @@ def attn_decode(
         return_lse,
         o_part,
         ml_part,
-        num_splits,
+        (num_splits, fixed_split_keys, max_kv_len),
         stream,
     )
 
@@ -222,7 +233,7 @@ def attn_prefill(
     o_part: Tensor | None = None,
     ml_part: Tensor | None = None,
     num_splits: int = 0,
-    stream: int = 0,
+    stream: int | None = None,
 ) -> Any:
     """Attention of many queries per request over dense keys and values, split over the queries.
 
@@ -255,7 +266,7 @@ def attn_prefill(
         return_lse,
         o_part,
         ml_part,
-        num_splits,
+        (num_splits,),
         stream,
     )
 
@@ -278,7 +289,9 @@ def attn_paged_decode(
     o_part: Tensor | None = None,
     ml_part: Tensor | None = None,
     num_splits: int = 0,
-    stream: int = 0,
+    fixed_split_keys: int = 0,
+    max_kv_len: int = 0,
+    stream: int | None = None,
 ) -> Any:
     """Attention of one new token per request over paged keys and values.
 
@@ -290,7 +303,9 @@ def attn_paged_decode(
     out               as q; allocated when None
     Returns           out, or (out, lse) with return_lse: lse float32 [B, Hq]. kv_len 0: zeros, -inf
 
-    Options are those of attn_decode, with kv_len in the place of Lk. Raises: see the module.
+    Options are those of attn_decode, with kv_len in the place of Lk. CUDA cannot read kv_lens:
+    without max_kv_len, fixed_split_keys assumes that one request may own all of kv_indices, and
+    where a request is longer than max_kv_len its parts are longer too. Raises: see the module.
     Source            flash-decoding split over KV on the page table of Kwon et al. 2023,
                       arXiv:2309.06180
     """
@@ -319,6 +334,8 @@ def attn_paged_decode(
         o_part,
         ml_part,
         num_splits,
+        fixed_split_keys,
+        max_kv_len,
         stream,
     )
     return (out, lse) if return_lse else out
@@ -344,7 +361,7 @@ def attn_paged_prefill(
     o_part: Tensor | None = None,
     ml_part: Tensor | None = None,
     num_splits: int = 0,
-    stream: int = 0,
+    stream: int | None = None,
 ) -> Any:
     """Attention of ragged queries over paged keys and values.
 
@@ -407,7 +424,7 @@ def rotary(
     cos_sin: Tensor,
     *,
     interleaved: bool = False,
-    stream: int = 0,
+    stream: int | None = None,
 ) -> None:
     """Rotary position embedding, in place on q and k.
 
@@ -431,7 +448,7 @@ def rms_norm(
     residual: Tensor | None = None,
     out: Tensor | None = None,
     weight_offset: float = 0.0,
-    stream: int = 0,
+    stream: int | None = None,
 ) -> Tensor:
     """h / sqrt(mean(h^2) + eps) * (weight_offset + weight) over the last axis.
 
@@ -450,7 +467,7 @@ def rms_norm(
     return out
 
 
-def silu_mul(gate_up: Tensor, *, out: Tensor | None = None, stream: int = 0) -> Tensor:
+def silu_mul(gate_up: Tensor, *, out: Tensor | None = None, stream: int | None = None) -> Tensor:
     """silu(first half) * second half of every row: the gate of a SwiGLU layer.
 
     gate_up  [T, 2 * I] float32, float16 or bfloat16, rows at any fixed stride
@@ -471,7 +488,7 @@ def linear(
     bias: Tensor | None = None,
     *,
     out: Tensor | None = None,
-    stream: int = 0,
+    stream: int | None = None,
 ) -> Tensor:
     """x W^T + bias, summed in float32.
 
@@ -496,7 +513,7 @@ def kv_write(
     v_pages: Tensor,
     slot_mapping: Tensor,
     *,
-    stream: int = 0,
+    stream: int | None = None,
 ) -> None:
     """Write new keys and values into their slots of a paged cache.
 
@@ -506,3 +523,32 @@ def kv_write(
     Raises            see the module; a slot outside the cache is a ValueError on the CPU
     """
     _kv_write(k, v, k_pages, v_pages, slot_mapping, stream)
+
+
+def rotary_kv_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slot_mapping: Tensor,
+    *,
+    interleaved: bool = False,
+    stream: int | None = None,
+) -> None:
+    """rotary of q and k, in place, then kv_write of k and v: one pass over the new tokens.
+
+    q, k, v           [T, Hq, D] and twice [T, Hkv, D] float32, float16 or bfloat16
+    positions         int32 or int64 [T], each in [0, max_position)
+    cos_sin           float32 [max_position, R], as in rotary
+    k_pages, v_pages  [P, S, Hkv, D], the dtype of q; nothing that is turned may lie in them
+    slot_mapping      int64 [T]: page * S + offset of each row; -1 turns the row and writes nothing
+    interleaved       as in rotary
+    Raises            see the module; on the CPU also as rotary and kv_write do, before anything
+                      has been touched
+    """
+    _rotary_kv_write(
+        q, k, v, positions, cos_sin, interleaved, k_pages, v_pages, slot_mapping, stream
+    )
