@@ -9,7 +9,9 @@ import pytest
 
 import attention_reference as reference
 
-BACKENDS = ["cpu", "torch_native"]
+ON_CPU = [("cpu", "cpu"), ("torch_native", "cpu")]
+ON_CUDA = [("cuda", "cuda"), ("torch_native", "cuda")]
+PLACES = [*ON_CPU, *(pytest.param(place, marks=pytest.mark.gpu) for place in ON_CUDA)]
 TOLERANCE = {"float32": 2e-5, "float16": 3e-3, "bfloat16": 2.5e-2}
 
 
@@ -22,17 +24,32 @@ class Shape(NamedTuple):
     vocab_size: int = 50
 
 
-@pytest.fixture(params=BACKENDS)
-def backend(request):
+@pytest.fixture(params=PLACES, ids="-on-".join)
+def place(request):
+    """(backend, device)"""
+    return request.param
+
+
+@pytest.fixture
+def backend(place):
     from astrai.attention import _BACKEND_REGISTRY, ATTN_BACKEND
 
-    return _BACKEND_REGISTRY[ATTN_BACKEND(request.param)]()
+    return _BACKEND_REGISTRY[ATTN_BACKEND(place[0])]()
 
 
-def to_torch(array, dtype="float32"):
+@pytest.fixture
+def device(place):
+    return place[1]
+
+
+def to_torch(array, dtype="float32", device="cpu"):
     import torch
 
-    return torch.from_numpy(array).to(getattr(torch, dtype))
+    return torch.from_numpy(array).to(device, getattr(torch, dtype))
+
+
+def to_numpy(tensor):
+    return tensor.float().cpu().numpy()
 
 
 OPTIONS = {
@@ -56,10 +73,10 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (1, 40), (7, 19), (19, 19), (9, 4)])
 @pytest.mark.parametrize(("heads", "dtype"), [((6, 2), "float32"), ((5, 1), "bfloat16")])
-def test_dense(backend, name, q_len, kv_len, heads, dtype):
+def test_dense(backend, device, name, q_len, kv_len, heads, dtype):
     generator = np.random.default_rng(q_len * 100 + kv_len)
     shapes = [(2, q_len, heads[0], 32), (2, kv_len, heads[1], 32), (2, kv_len, heads[1], 32)]
-    q, k, v = (to_torch(generator.standard_normal(s, np.float32), dtype) for s in shapes)
+    q, k, v = (to_torch(generator.standard_normal(s, np.float32), dtype, device) for s in shapes)
     options = dict(OPTIONS[name])
     if options.get("causal_offset") == "end":
         options["causal_offset"] = max(kv_len - q_len, 0)
@@ -70,33 +87,34 @@ def test_dense(backend, name, q_len, kv_len, heads, dtype):
         seen_options["mask"] = generator.random(shape) < 0.6
         if mask == "rows":
             seen_options["mask"][1, 0] = False
-        options["mask"] = to_torch(seen_options["mask"], "bool")
+        options["mask"] = to_torch(seen_options["mask"], "bool", device)
     scores = {key: options[key] for key in ("softcap", "scale") if key in options}
     if options.pop("sinks", False):
         scores["sinks"] = generator.standard_normal(heads[0]).astype(np.float32)
-        options["sinks"] = to_torch(scores["sinks"])
+        options["sinks"] = to_torch(scores["sinks"], device=device)
     seen = reference.visible_keys(2, q_len, kv_len, **seen_options)
-    exact = (tensor.float().numpy() for tensor in (q, k, v))
-    expected, _ = reference.attention(*exact, seen, **scores)
+    expected, _ = reference.attention(*map(to_numpy, (q, k, v)), seen, **scores)
     for entry in (backend.fwd_prefill, backend.fwd_decode)[: 2 if q_len == 1 else 1]:
         out = entry(q, k, v, **options)
         assert out.dtype == q.dtype
         np.testing.assert_allclose(
-            out.float().numpy(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+            to_numpy(out), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
         )
 
 
-def test_dense_keys_that_nobody_sees_may_hold_anything(backend):
+def test_dense_keys_that_nobody_sees_may_hold_anything(backend, device):
+    def run(*arrays, **options):
+        tensors = [to_torch(array, device=device) for array in arrays]
+        return to_numpy(backend.fwd_prefill(*tensors, causal_offset=0, **options))
+
     generator = np.random.default_rng(5)
     q, k, v = (generator.standard_normal((1, 3, 2, 32), np.float32) for _ in range(3))
     wide_k, wide_v = (np.full((1, 8, 2, 32), np.nan, np.float32) for _ in range(2))
     wide_k[:, :3], wide_v[:, :3] = k, v
-    plain = backend.fwd_prefill(*map(to_torch, (q, k, v)), causal_offset=0)
-    out = backend.fwd_prefill(*map(to_torch, (q, wide_k, wide_v)), causal_offset=0)
-    np.testing.assert_allclose(out, plain, rtol=1e-6, atol=1e-7)
-    mask = to_torch(np.arange(8)[None] < 3, "bool")
-    out = backend.fwd_prefill(*map(to_torch, (q, wide_k, wide_v)), mask=mask, causal_offset=0)
-    np.testing.assert_allclose(out, plain, rtol=1e-5, atol=1e-6)
+    plain = run(q, k, v)
+    np.testing.assert_allclose(run(q, wide_k, wide_v), plain, rtol=1e-6, atol=1e-7)
+    mask = to_torch(np.arange(8)[None] < 3, "bool", device)
+    np.testing.assert_allclose(run(q, wide_k, wide_v, mask=mask), plain, rtol=1e-5, atol=1e-6)
 
 
 # ---- paged ------------------------------------------------------------------------------------
@@ -120,7 +138,7 @@ def run_step(backend, kv, tasks, q_lens, generator, history, options, dtype, pad
     step = kv.bind(tasks, q_lens, pad_to=pad_to)
     total = step.num_row_tokens
     q, k, v = (
-        to_torch(generator.standard_normal((total, heads, 32), np.float32), dtype).to(kv.device)
+        to_torch(generator.standard_normal((total, heads, 32), np.float32), dtype, kv.device)
         for heads in (6, 2, 2)
     )
     entry = backend.fwd_decode if step.phase == "decode" else backend.fwd_prefill
@@ -159,20 +177,12 @@ def run_step(backend, kv, tasks, q_lens, generator, history, options, dtype, pad
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("name", ["plain", "window", "everything"])
-def test_paged_steps(backend, page_size, name, dtype):
+def test_paged_steps(backend, device, page_size, name, dtype):
     """Prefill, chunks beside decodes, decodes, a fork that diverges; unused slots are NaN."""
-    check_paged_steps(backend, make_cache(page_size, dtype), name, dtype)
+    check_paged_steps(backend, make_cache(page_size, dtype, device), name, dtype)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["plain", "everything"])
-def test_paged_steps_on_cuda(name, dtype):
-    from astrai.attention import TorchNativeBackend
-
-    check_paged_steps(TorchNativeBackend(), make_cache(4, dtype, "cuda"), name, dtype)
-
-
+@pytest.mark.parametrize("place", ON_CPU, ids="-on-".join)
 @pytest.mark.parametrize("by_kernel", [False, True])
 def test_the_path_of_other_devices_on_this_ones_memory(backend, by_kernel):
     """Binding, page copies and partials as for a device; torch writes where there is no kernel."""
@@ -231,8 +241,8 @@ def check_paged_steps(backend, kv, name, dtype):
     kv.pool.check_integrity()
 
 
-def test_padding_requests_write_nowhere_and_give_zeros(backend):
-    kv = make_cache()
+def test_padding_requests_write_nowhere_and_give_zeros(backend, device):
+    kv = make_cache(device=device)
     kv.pool.add_task(1)
     generator, history = np.random.default_rng(0), {}
     run_step(backend, kv, [1], [3], generator, history, {}, "float32")
@@ -268,27 +278,28 @@ def test_steady_decode_allocates_nothing_in_the_runtime():
     assert counted["launches"] == 2 * 20  # one write, one attention
 
 
-def test_paged_mask_hides_keys(backend):
-    kv = make_cache()
+def test_paged_mask_hides_keys(backend, device):
+    kv = make_cache(device=device)
     kv.pool.add_task(1)
     generator = np.random.default_rng(3)
     run_step(backend, kv, [1], [9], generator, {}, {}, "float32")
     assert kv.pool.try_reserve(1, 1)
     kv.bind([1], [1])
     q, k, v = (
-        to_torch(generator.standard_normal((1, heads, 32), np.float32)) for heads in (6, 2, 2)
+        to_torch(generator.standard_normal((1, heads, 32), np.float32), device=device)
+        for heads in (6, 2, 2)
     )
-    only_last = to_torch(np.arange(10)[None] == 9, "bool")
+    only_last = to_torch(np.arange(10)[None] == 9, "bool", device)
     out = backend.fwd_decode(q, k, v, kv=kv, layer_id=1, mask=only_last)
-    np.testing.assert_allclose(out, v.repeat_interleave(3, dim=1), rtol=1e-6)
+    np.testing.assert_allclose(to_numpy(out), to_numpy(v.repeat_interleave(3, dim=1)), rtol=1e-6)
 
 
-def test_paged_calls_take_positions_from_the_cache(backend):
-    kv = make_cache()
+def test_paged_calls_take_positions_from_the_cache(backend, device):
+    kv = make_cache(device=device)
     kv.pool.add_task(1)
     assert kv.pool.try_reserve(1, 1)
     kv.bind([1], [1])
-    q, k = to_torch(np.ones((1, 6, 32), np.float32)), to_torch(np.ones((1, 2, 32), np.float32))
+    q, k = (to_torch(np.ones((1, n, 32), np.float32), device=device) for n in (6, 2))
     for entry in (backend.fwd_decode, backend.fwd_prefill):
         with pytest.raises(ValueError, match="causal_offset 3 with a KV cache; expected -1"):
             entry(q, k, k, kv=kv, causal_offset=3)
@@ -311,16 +322,16 @@ def test_paged_calls_take_positions_from_the_cache(backend):
         (((1, 4, 6, 32), (1, 5, 2, 32), (1, 5, 2, 32)), {"sinks": 5}, "sinks"),
     ],
 )
-def test_bad_dense_arguments(backend, shapes, options, message):
+def test_bad_dense_arguments(backend, device, shapes, options, message):
     import torch
 
     options = dict(options)
     if "mask" in options:
-        options["mask"] = torch.ones(options["mask"], dtype=torch.bool)
+        options["mask"] = torch.ones(options["mask"], dtype=torch.bool, device=device)
     if "sinks" in options:
-        options["sinks"] = torch.ones(options["sinks"])
+        options["sinks"] = torch.ones(options["sinks"], device=device)
     with pytest.raises(ValueError, match=message):
-        backend.fwd_prefill(*(torch.ones(shape) for shape in shapes), **options)
+        backend.fwd_prefill(*(torch.ones(shape, device=device) for shape in shapes), **options)
 
 
 @pytest.mark.parametrize(
