@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "bindings/module.h"
+#include "bindings/scalar_arg.h"
 #include "bindings/tensor_arg.h"
 #include "kernels/attention/attn_dispatch.h"
 #include "kernels/attention/attn_launch.h"
@@ -26,8 +27,8 @@ struct Splits {
 
 // The optional tensors of a call, alive while their options are in use.
 struct BorrowedOptions {
-  BorrowedOptions(const char* op, OptionalArg mask_arg, int64_t window, float softcap,
-                  OptionalArg sinks_arg, std::optional<float> scale, OptionalArg lse_arg,
+  BorrowedOptions(const char* op, OptionalArg mask_arg, IntArg window, FloatArg softcap,
+                  OptionalArg sinks_arg, const std::optional<FloatArg>& scale, OptionalArg lse_arg,
                   OptionalArg o_part_arg, OptionalArg ml_part_arg, const Splits& splits,
                   void* stream)
       : mask(borrow(op, "mask", mask_arg)),
@@ -36,10 +37,10 @@ struct BorrowedOptions {
         o_part(borrow(op, "o_part", o_part_arg, Access::kWrite)),
         ml_part(borrow(op, "ml_part", ml_part_arg, Access::kWrite)),
         values{.mask = view_or_null(mask),
-               .window = window,
-               .softcap = softcap,
+               .window = read(op, "window", window),
+               .softcap = read(op, "softcap", softcap),
                .sinks = view_or_null(sinks),
-               .scale = scale,
+               .scale = read(op, "scale", scale),
                .lse = view_or_null(lse),
                .o_part = view_or_null(o_part),
                .ml_part = view_or_null(ml_part),
@@ -55,36 +56,40 @@ struct BorrowedOptions {
 };
 
 void run_dense(const char* op, DenseEntry entry, const BorrowedTensor& q, TensorArg k_arg,
-               TensorArg v_arg, TensorArg out_arg, int64_t causal_offset,
+               TensorArg v_arg, TensorArg out_arg, IntArg causal_offset_arg,
                const BorrowedOptions& options) {
   const BorrowedTensor k = borrow(op, "k", k_arg);
   const BorrowedTensor v = borrow(op, "v", v_arg);
   const BorrowedTensor out = borrow(op, "out", out_arg, Access::kWrite);
+  const int64_t causal_offset = read(op, "causal_offset", causal_offset_arg);
   nb::gil_scoped_release release;
   entry(q, k, v, out, causal_offset, options.values);
 }
 
 void bound_attn_decode(TensorArg q_arg, TensorArg k, TensorArg v, TensorArg out, OptionalArg mask,
-                       int64_t causal_offset, int64_t window, float softcap, OptionalArg sinks,
-                       std::optional<float> scale, OptionalArg lse, OptionalArg o_part,
-                       OptionalArg ml_part, int64_t num_splits, int64_t fixed_split_keys,
-                       int64_t max_kv_len, const StreamArg& stream) {
+                       IntArg causal_offset, IntArg window, FloatArg softcap, OptionalArg sinks,
+                       const std::optional<FloatArg>& scale, OptionalArg lse, OptionalArg o_part,
+                       OptionalArg ml_part, IntArg num_splits, IntArg fixed_split_keys,
+                       IntArg max_kv_len, const StreamArg& stream) {
   constexpr const char* kOp = "attn_decode";
   const BorrowedTensor q = borrow(kOp, "q", q_arg);
-  const BorrowedOptions options(kOp, mask, window, softcap, sinks, scale, lse, o_part, ml_part,
-                                {num_splits, fixed_split_keys, max_kv_len},
-                                stream_for(stream, q_arg, q));
+  const BorrowedOptions options(
+      kOp, mask, window, softcap, sinks, scale, lse, o_part, ml_part,
+      {read(kOp, "num_splits", num_splits), read(kOp, "fixed_split_keys", fixed_split_keys),
+       read(kOp, "max_kv_len", max_kv_len)},
+      stream_for(kOp, stream, q_arg, q));
   run_dense(kOp, &kernels::attn_decode, q, k, v, out, causal_offset, options);
 }
 
 void bound_attn_prefill(TensorArg q_arg, TensorArg k, TensorArg v, TensorArg out, OptionalArg mask,
-                        int64_t causal_offset, int64_t window, float softcap, OptionalArg sinks,
-                        std::optional<float> scale, OptionalArg lse, OptionalArg o_part,
-                        OptionalArg ml_part, int64_t num_splits, const StreamArg& stream) {
+                        IntArg causal_offset, IntArg window, FloatArg softcap, OptionalArg sinks,
+                        const std::optional<FloatArg>& scale, OptionalArg lse, OptionalArg o_part,
+                        OptionalArg ml_part, IntArg num_splits, const StreamArg& stream) {
   constexpr const char* kOp = "attn_prefill";
   const BorrowedTensor q = borrow(kOp, "q", q_arg);
   const BorrowedOptions options(kOp, mask, window, softcap, sinks, scale, lse, o_part, ml_part,
-                                {.num_splits = num_splits}, stream_for(stream, q_arg, q));
+                                {.num_splits = read(kOp, "num_splits", num_splits)},
+                                stream_for(kOp, stream, q_arg, q));
   run_dense(kOp, &kernels::attn_prefill, q, k, v, out, causal_offset, options);
 }
 
@@ -105,40 +110,45 @@ struct BorrowedPages {
 
 void bound_attn_paged_decode(TensorArg q_arg, TensorArg k_pages, TensorArg v_pages,
                              TensorArg kv_indptr, TensorArg kv_indices, TensorArg kv_lens,
-                             TensorArg out_arg, OptionalArg mask, int64_t window, float softcap,
-                             OptionalArg sinks, std::optional<float> scale, OptionalArg lse,
-                             OptionalArg o_part, OptionalArg ml_part, int64_t num_splits,
-                             int64_t fixed_split_keys, int64_t max_kv_len,
+                             TensorArg out_arg, OptionalArg mask, IntArg window, FloatArg softcap,
+                             OptionalArg sinks, const std::optional<FloatArg>& scale,
+                             OptionalArg lse, OptionalArg o_part, OptionalArg ml_part,
+                             IntArg num_splits, IntArg fixed_split_keys, IntArg max_kv_len,
                              const StreamArg& stream) {
   constexpr const char* kOp = "attn_paged_decode";
   const BorrowedTensor q = borrow(kOp, "q", q_arg);
   const BorrowedPages pages(kOp, k_pages, v_pages, kv_indptr, kv_indices, kv_lens);
   const BorrowedTensor out = borrow(kOp, "out", out_arg, Access::kWrite);
-  const BorrowedOptions options(kOp, mask, window, softcap, sinks, scale, lse, o_part, ml_part,
-                                {num_splits, fixed_split_keys, max_kv_len},
-                                stream_for(stream, q_arg, q));
+  const BorrowedOptions options(
+      kOp, mask, window, softcap, sinks, scale, lse, o_part, ml_part,
+      {read(kOp, "num_splits", num_splits), read(kOp, "fixed_split_keys", fixed_split_keys),
+       read(kOp, "max_kv_len", max_kv_len)},
+      stream_for(kOp, stream, q_arg, q));
   nb::gil_scoped_release release;
   kernels::attn_paged_decode(q, pages.views(), out, options.values);
 }
 
 void bound_attn_paged_prefill(TensorArg q_arg, TensorArg k_pages, TensorArg v_pages,
                               TensorArg qo_indptr_arg, TensorArg kv_indptr, TensorArg kv_indices,
-                              TensorArg kv_lens, TensorArg out_arg, bool causal_from_lengths,
-                              int64_t causal_offset, OptionalArg causal_offsets_arg,
-                              OptionalArg mask, int64_t window, float softcap, OptionalArg sinks,
-                              std::optional<float> scale, OptionalArg lse, OptionalArg o_part,
-                              OptionalArg ml_part, int64_t num_splits, const StreamArg& stream) {
+                              TensorArg kv_lens, TensorArg out_arg, FlagArg causal_from_lengths,
+                              IntArg causal_offset, OptionalArg causal_offsets_arg,
+                              OptionalArg mask, IntArg window, FloatArg softcap, OptionalArg sinks,
+                              const std::optional<FloatArg>& scale, OptionalArg lse,
+                              OptionalArg o_part, OptionalArg ml_part, IntArg num_splits,
+                              const StreamArg& stream) {
   constexpr const char* kOp = "attn_paged_prefill";
   const BorrowedTensor q = borrow(kOp, "q", q_arg);
   const BorrowedPages pages(kOp, k_pages, v_pages, kv_indptr, kv_indices, kv_lens);
   const BorrowedTensor qo_indptr = borrow(kOp, "qo_indptr", qo_indptr_arg);
   const BorrowedTensor out = borrow(kOp, "out", out_arg, Access::kWrite);
   const auto causal_offsets = borrow(kOp, "causal_offset", causal_offsets_arg);
-  const kernels::PagedCausal causal{.from_lengths = causal_from_lengths,
-                                    .offset = causal_offset,
-                                    .offsets = view_or_null(causal_offsets)};
+  const kernels::PagedCausal causal{
+      .from_lengths = read(kOp, "causal_from_lengths", causal_from_lengths),
+      .offset = read(kOp, "causal_offset", causal_offset),
+      .offsets = view_or_null(causal_offsets)};
   const BorrowedOptions options(kOp, mask, window, softcap, sinks, scale, lse, o_part, ml_part,
-                                {.num_splits = num_splits}, stream_for(stream, q_arg, q));
+                                {.num_splits = read(kOp, "num_splits", num_splits)},
+                                stream_for(kOp, stream, q_arg, q));
   nb::gil_scoped_release release;
   kernels::attn_paged_prefill(q, pages.views(), qo_indptr, out, causal, options.values);
 }

@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 
 #include "bindings/module.h"
+#include "bindings/scalar_arg.h"
 #include "bindings/tensor_arg.h"
 #include "kernels/activation/silu_mul.h"
 #include "kernels/kv_cache/kv_write.h"
@@ -17,14 +18,16 @@ namespace {
 using OptionalArg = std::optional<TensorArg>;
 
 void bound_rms_norm(TensorArg x_arg, TensorArg weight_arg, TensorArg out_arg,
-                    OptionalArg residual_arg, float eps, float weight_offset,
+                    OptionalArg residual_arg, FloatArg eps_arg, FloatArg weight_offset_arg,
                     const StreamArg& stream) {
   constexpr const char* kOp = "rms_norm";
   const BorrowedTensor x = borrow(kOp, "x", x_arg);
   const BorrowedTensor weight = borrow(kOp, "weight", weight_arg);
   const BorrowedTensor out = borrow(kOp, "out", out_arg, Access::kWrite);
   const auto residual = borrow(kOp, "residual", residual_arg, Access::kWrite);
-  void* queue = stream_for(stream, x_arg, x);
+  const float eps = read(kOp, "eps", eps_arg);
+  const float weight_offset = read(kOp, "weight_offset", weight_offset_arg);
+  void* queue = stream_for(kOp, stream, x_arg, x);
   nb::gil_scoped_release release;
   kernels::rms_norm(x, weight, out, view_or_null(residual), eps, weight_offset, queue);
 }
@@ -33,19 +36,20 @@ void bound_silu_mul(TensorArg gate_up_arg, TensorArg out_arg, const StreamArg& s
   constexpr const char* kOp = "silu_mul";
   const BorrowedTensor gate_up = borrow(kOp, "gate_up", gate_up_arg);
   const BorrowedTensor out = borrow(kOp, "out", out_arg, Access::kWrite);
-  void* queue = stream_for(stream, gate_up_arg, gate_up);
+  void* queue = stream_for(kOp, stream, gate_up_arg, gate_up);
   nb::gil_scoped_release release;
   kernels::silu_mul(gate_up, out, queue);
 }
 
 void bound_rotary(TensorArg q_arg, OptionalArg k_arg, TensorArg positions_arg,
-                  TensorArg cos_sin_arg, bool interleaved, const StreamArg& stream) {
+                  TensorArg cos_sin_arg, FlagArg interleaved_arg, const StreamArg& stream) {
   constexpr const char* kOp = "rotary";
   const BorrowedTensor q = borrow(kOp, "q", q_arg, Access::kWrite);
   const auto k = borrow(kOp, "k", k_arg, Access::kWrite);
   const BorrowedTensor positions = borrow(kOp, "positions", positions_arg);
   const BorrowedTensor cos_sin = borrow(kOp, "cos_sin", cos_sin_arg);
-  void* queue = stream_for(stream, q_arg, q);
+  const bool interleaved = read(kOp, "interleaved", interleaved_arg);
+  void* queue = stream_for(kOp, stream, q_arg, q);
   nb::gil_scoped_release release;
   kernels::rotary(q, view_or_null(k), positions, cos_sin, interleaved, queue);
 }
@@ -57,7 +61,7 @@ void bound_linear(TensorArg x_arg, TensorArg weight_arg, OptionalArg bias_arg, T
   const BorrowedTensor weight = borrow(kOp, "weight", weight_arg);
   const auto bias = borrow(kOp, "bias", bias_arg);
   const BorrowedTensor out = borrow(kOp, "out", out_arg, Access::kWrite);
-  void* queue = stream_for(stream, x_arg, x);
+  void* queue = stream_for(kOp, stream, x_arg, x);
   nb::gil_scoped_release release;
   kernels::linear(x, weight, view_or_null(bias), out, queue);
 }
@@ -70,13 +74,13 @@ void bound_kv_write(TensorArg k_arg, TensorArg v_arg, TensorArg k_pages_arg, Ten
   const BorrowedTensor k_pages = borrow(kOp, "k_pages", k_pages_arg, Access::kWrite);
   const BorrowedTensor v_pages = borrow(kOp, "v_pages", v_pages_arg, Access::kWrite);
   const BorrowedTensor slot_mapping = borrow(kOp, "slot_mapping", slot_mapping_arg);
-  void* queue = stream_for(stream, k_arg, k);
+  void* queue = stream_for(kOp, stream, k_arg, k);
   nb::gil_scoped_release release;
   kernels::kv_write(k, v, k_pages, v_pages, slot_mapping, queue);
 }
 
 void bound_rotary_kv_write(TensorArg q_arg, TensorArg k_arg, TensorArg v_arg,
-                           TensorArg positions_arg, TensorArg cos_sin_arg, bool interleaved,
+                           TensorArg positions_arg, TensorArg cos_sin_arg, FlagArg interleaved_arg,
                            TensorArg k_pages_arg, TensorArg v_pages_arg, TensorArg slot_mapping_arg,
                            const StreamArg& stream) {
   constexpr const char* kOp = "rotary_kv_write";
@@ -88,7 +92,8 @@ void bound_rotary_kv_write(TensorArg q_arg, TensorArg k_arg, TensorArg v_arg,
   const BorrowedTensor k_pages = borrow(kOp, "k_pages", k_pages_arg, Access::kWrite);
   const BorrowedTensor v_pages = borrow(kOp, "v_pages", v_pages_arg, Access::kWrite);
   const BorrowedTensor slot_mapping = borrow(kOp, "slot_mapping", slot_mapping_arg);
-  void* queue = stream_for(stream, q_arg, q);
+  const bool interleaved = read(kOp, "interleaved", interleaved_arg);
+  void* queue = stream_for(kOp, stream, q_arg, q);
   nb::gil_scoped_release release;
   kernels::rotary_kv_write(q, k, v, positions, cos_sin, interleaved, k_pages, v_pages, slot_mapping,
                            queue);

@@ -87,6 +87,8 @@ DType to_dtype(const char* op, const char* name, nb::handle object, dlpack::Data
         return DType::kFloat16;
       case dlpack::kBfloat << 8 | 16:
         return DType::kBFloat16;
+      case dlpack::kFloat << 8 | 64:
+        return DType::kFloat64;
       case dlpack::kInt << 8 | 32:
         return DType::kInt32;
       case dlpack::kInt << 8 | 64:
@@ -107,7 +109,8 @@ DType to_dtype(const char* op, const char* name, nb::handle object, dlpack::Data
   }
   throw std::invalid_argument(
       concat(op, ": ", name, " has dtype ", found,
-             "; expected one of float32, float16, bfloat16, int32, int64, uint8, bool"));
+             "; expected a dtype that some kernel takes: float32, float16, bfloat16, int32, "
+             "int64, uint8 or bool"));
 }
 
 Device to_device(const char* op, const char* name, int32_t type, int32_t index) {
@@ -138,6 +141,8 @@ TensorView to_view(const char* op, const char* name, nb::handle object,
     view.strides[i] = tensor.strides != nullptr ? tensor.strides[i] : contiguous_stride;
     contiguous_stride *= tensor.shape[i];
   }
+  // The strides of a tensor without elements address nothing; libraries disagree on them.
+  if (view.numel() == 0) view.set_contiguous_strides();
   ASTRAI_CHECK_ARG(tensor.data != nullptr || view.numel() == 0, op, ": ", name,
                    " has no memory behind it; expected a tensor with storage");
   if (tensor.data != nullptr) view.data = static_cast<char*>(tensor.data) + tensor.byte_offset;
@@ -208,8 +213,7 @@ void* current_torch_stream(int device_index) {
   return reinterpret_cast<void*>(nb::cast<uintptr_t>(stream.attr("cuda_stream")));
 }
 
-}  // namespace
-
+// The stream of a tensor's device that its library currently queues work on.
 void* current_stream(nb::handle tensor, int device_index) {
   const dlpack::ExchangeApi* api = exchange_api(Py_TYPE(tensor.ptr()));
   if (api == nullptr || api->current_work_stream == nullptr) {
@@ -218,6 +222,18 @@ void* current_stream(nb::handle tensor, int device_index) {
   void* stream = nullptr;
   if (api->current_work_stream(dlpack::kCuda, device_index, &stream) != 0) throw nb::python_error();
   return stream;
+}
+
+}  // namespace
+
+void* stream_for(const char* op, const StreamArg& stream, const TensorArg& arg,
+                 const BorrowedTensor& tensor) {
+  const auto given = read(op, "stream", stream);
+  ASTRAI_CHECK_ARG(!given || *given >= 0, op, ": stream is ", given.value_or(0),
+                   "; expected a cudaStream_t as an int, or None");
+  const Device device = tensor.view().device;
+  if (device.type == DeviceType::kCpu) return nullptr;
+  return given ? reinterpret_cast<void*>(*given) : current_stream(arg.object(), device.index);
 }
 
 BorrowedTensor borrow(const char* op, const char* name, const TensorArg& arg, Access access) {

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "bindings/scalar_arg.h"
 #include "common/tensor_view.h"
 
 namespace astrai::bindings {
@@ -43,7 +44,7 @@ class BorrowedTensor {
 enum class Access { kRead, kWrite };
 
 // A cudaStream_t as an int, or None.
-using StreamArg = std::optional<uintptr_t>;
+using StreamArg = std::optional<IntArg>;
 
 // Throws TypeError when the object is not a tensor; std::invalid_argument, "<op>: <name> ...", for
 // an unsupported dtype, device or rank, for memory that is read-only where Access::kWrite is asked
@@ -58,17 +59,10 @@ inline std::optional<BorrowedTensor> borrow(const char* op, const char* name,
   return borrow(op, name, *arg, access);
 }
 
-// The stream of a tensor's device that its library currently queues work on.
-void* current_stream(nb::handle tensor, int device_index);
-
 // The cudaStream_t for a kernel over `tensor`, which was borrowed from `arg`: the caller's, else
 // the current one. The CPU has none.
-inline void* stream_for(const StreamArg& stream, const TensorArg& arg,
-                        const BorrowedTensor& tensor) {
-  const Device device = tensor.view().device;
-  if (device.type == DeviceType::kCpu) return nullptr;
-  return stream ? reinterpret_cast<void*>(*stream) : current_stream(arg.object(), device.index);
-}
+void* stream_for(const char* op, const StreamArg& stream, const TensorArg& arg,
+                 const BorrowedTensor& tensor);
 
 inline const TensorView* view_or_null(const std::optional<BorrowedTensor>& tensor) {
   return tensor ? &tensor->view() : nullptr;

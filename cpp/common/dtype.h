@@ -7,7 +7,17 @@
 
 namespace astrai {
 
-enum class DType : uint8_t { kFloat32, kFloat16, kBFloat16, kInt32, kInt64, kUInt8, kBool };
+// No kernel computes in float64; it is known so that an operation can say what it takes instead.
+enum class DType : uint8_t {
+  kFloat32,
+  kFloat16,
+  kBFloat16,
+  kFloat64,
+  kInt32,
+  kInt64,
+  kUInt8,
+  kBool
+};
 
 constexpr int64_t dtype_bytes(DType dtype) {
   switch (dtype) {
@@ -17,6 +27,7 @@ constexpr int64_t dtype_bytes(DType dtype) {
     case DType::kFloat16:
     case DType::kBFloat16:
       return 2;
+    case DType::kFloat64:
     case DType::kInt64:
       return 8;
     case DType::kUInt8:
@@ -34,6 +45,8 @@ constexpr std::string_view dtype_name(DType dtype) {
       return "float16";
     case DType::kBFloat16:
       return "bfloat16";
+    case DType::kFloat64:
+      return "float64";
     case DType::kInt32:
       return "int32";
     case DType::kInt64:

@@ -43,12 +43,16 @@ struct TensorView {
     view.ndim = static_cast<int>(shape.size());
     int i = 0;
     for (int64_t extent : shape) view.shape[i++] = extent;
-    int64_t stride = 1;
-    for (i = view.ndim - 1; i >= 0; --i) {
-      view.strides[i] = stride;
-      stride *= view.shape[i];
-    }
+    view.set_contiguous_strides();
     return view;
+  }
+
+  void set_contiguous_strides() {
+    int64_t stride = 1;
+    for (int i = ndim - 1; i >= 0; --i) {
+      strides[i] = stride;
+      stride *= shape[i] > 1 ? shape[i] : 1;
+    }
   }
 
   int64_t numel() const {
@@ -58,6 +62,7 @@ struct TensorView {
   }
 
   bool is_contiguous() const {
+    if (numel() == 0) return true;
     int64_t expected = 1;
     for (int i = ndim - 1; i >= 0; --i) {
       if (shape[i] != 1 && strides[i] != expected) return false;

@@ -222,7 +222,7 @@ int num_threads() {
 }
 
 void set_num_threads(int n) {
-  ASTRAI_CHECK_ARG(n >= 1 && n <= kMaxThreads, "set_num_threads: n is ", n,
+  ASTRAI_CHECK_ARG(n >= 1 && n <= kMaxThreads, "set_num_threads: num_threads is ", n,
                    "; expected a whole number from 1 to ", kMaxThreads);
   state_pointer()->threads.store(n, std::memory_order_relaxed);
 }

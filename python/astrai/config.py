@@ -10,20 +10,23 @@ from dataclasses import dataclass
 from typing import Any
 
 SUPPORTED_DTYPES = ("float32", "float16", "bfloat16")
+# Sizes and ids are int32 in the runtime; numbers are float32 in the kernels.
+_MAX_INT = 2**31 - 1
+_MAX_FLOAT = 3.4028234e38
 
 
 def _require_int(owner: str, name: str, value: object, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{owner}: {name} {value!r}; expected an int")
-    if value < minimum:
-        raise ValueError(f"{owner}: {name} {value}; expected at least {minimum}")
+    if not minimum <= value <= _MAX_INT:
+        raise ValueError(f"{owner}: {name} {value}; expected {minimum} to {_MAX_INT}")
 
 
 def _require_positive(owner: str, name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{owner}: {name} {value!r}; expected a number")
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{owner}: {name} {value}; expected a finite number above 0")
+    if not 0 < value <= _MAX_FLOAT:
+        raise ValueError(f"{owner}: {name} {value}; expected a float32 number above 0")
 
 
 @dataclass(frozen=True)
@@ -135,4 +138,7 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _require_int(owner, name, getattr(self, name), 1)
         if self.seed is not None:
-            _require_int(owner, "seed", self.seed, 0)
+            if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+                raise TypeError(f"{owner}: seed {self.seed!r}; expected an int or None")
+            if not 0 <= self.seed < 2**63:
+                raise ValueError(f"{owner}: seed {self.seed}; expected 0 to 2^63 - 1")

@@ -175,9 +175,9 @@ class AttnPagedDecodeErrors : public ::testing::Test {
 
 TEST_F(AttnPagedDecodeErrors, PageIds) {
   indices[1] = 5;
-  expect_refused("kv_indices[1] is 5; expected a page id from 0 to 4");
+  expect_refused("kv_indices[1] is 5; expected a page id below 5");
   indices[1] = -1;
-  expect_refused("kv_indices[1] is -1; expected a page id from 0 to 4");
+  expect_refused("kv_indices[1] is -1; expected a page id below 5");
 }
 
 TEST_F(AttnPagedDecodeErrors, Lengths) {

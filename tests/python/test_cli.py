@@ -93,6 +93,11 @@ def run(capsys, monkeypatch):
     return call
 
 
+def tokens_counted(err: str) -> list[int]:
+    """The token counts at the ends of answers."""
+    return [int(count) for count in re.findall(r"^(\d+) tokens, first after", err, re.MULTILINE)]
+
+
 def spawn(*words, **options) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "astrai.cli", *map(str, words)],
@@ -110,6 +115,23 @@ def assert_bad_input(result, *fragments: str) -> None:
     assert re.fullmatch(r"astrai: error: [^\n]+\n", err), err
     for fragment in fragments:
         assert fragment in err
+
+
+@pytest.mark.parametrize(
+    ("closed", "code", "message"),
+    [(0, 2, b"no prompt"), (1, 2, b"stdout is closed"), (2, 0, b"")],
+    ids=["stdin", "stdout", "stderr"],
+)
+def test_a_closed_stream_is_no_internal_error(tiny_model, closed, code, message):
+    """As under cron or a supervisor, which may leave any of the three closed."""
+    words = [sys.executable, "-m", "astrai.cli", "generate", "--model", str(tiny_model), *GREEDY]
+    words += [] if closed == 0 else ["hello"]
+    done = subprocess.run(
+        words, capture_output=True, preexec_fn=lambda: os.close(closed), check=False, timeout=120
+    )
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
+    assert b"Error:" not in done.stderr
 
 
 # ---- help and version --------------------------------------------------------------------------
@@ -166,6 +188,8 @@ def test_version(run):
         (["generate", "hi", "--file", "/no/such/file"], ["/no/such/file"]),
         (["bench", "--batch", "1,x"], ["1,x"]),
         (["bench", "--batch", "0"], ["'0'"]),
+        (["bench", "--batch", "99999999999999999999"], ["max_batch 99999999999999999999"]),
+        (["generate", "hi", "--model", ""], ["'' is neither an alias"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -445,7 +469,7 @@ def test_chat_answers_one_message(run, tiny_model):
     code, out, err = run("chat", "hello", "--model", tiny_model, *GREEDY)
     assert code == 0
     assert out.endswith("\n")
-    assert "6 tokens" in err
+    assert tokens_counted(err) == [6]
 
 
 def test_chat_answers_each_line_of_a_pipe(run, tiny_model, monkeypatch):
@@ -461,7 +485,18 @@ def test_chat_answers_each_line_of_a_pipe(run, tiny_model, monkeypatch):
     )
     assert code == 0
     assert seen == ["hello", "how are you?"]
-    assert err.count("6 tokens") == 2
+    assert tokens_counted(err) == [6, 6]
+
+
+def test_a_pipe_gets_answers_alone_on_stdout(run, tiny_model):
+    words = ("chat", "--model", tiny_model, *GREEDY)
+    lines = b"/help\n/system Be kind.\n/system\nhel\x0clo\n"
+    code, out, err = run(*words, stdin=lines)
+    assert code == 0
+    assert "/reset" in err
+    assert "Be kind." in err
+    assert out == run(*words, "--system", "Be kind.", stdin=b"hel\x0clo\n")[1]
+    assert tokens_counted(err) == [6]
 
 
 def test_unknown_command_in_a_pipe_is_refused(run, tiny_model):
@@ -485,7 +520,7 @@ def test_chat_in_a_terminal(tiny_model, tmp_path):
     saved = tmp_path / "talk.json"
     shown = read_until(master, "\n> ")
     for line, wanted in (
-        ("hello", "6 tokens"),
+        ("hello", "\n6 tokens,"),
         ("/dance", "unknown command /dance"),
         ("/system Be kind.", ""),
         ("/system", "Be kind."),

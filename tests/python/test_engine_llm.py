@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import weakref
@@ -143,6 +144,15 @@ def test_min_tokens_holds_eos_back(make_llm):
     assert len(sample.token_ids) == 6
     assert 1 not in sample.token_ids[:5]
     assert sample.token_ids[5] == 1
+
+
+def test_eos_ids_outside_the_vocabulary_are_ignored_with_a_warning(tiny_model, caplog):
+    config = dataclasses.replace(tiny_model.config, eos_token_ids=(1, 280))
+    model = dataclasses.replace(tiny_model, config=config)
+    with LLM(model) as llm:
+        assert "end-of-sequence ids [280] are ignored" in caplog.text
+        sample = llm.generate("hello", greedy(5, min_tokens=5))[0].outputs[0]
+    assert len(sample.token_ids) == 5
 
 
 def test_stop_id_ends_a_request(make_llm):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from astrai.config import ModelConfig
+from astrai.engine import sizing
 from astrai.engine.sizing import default_num_pages, free_memory
 
 CONFIG = ModelConfig(
@@ -50,3 +51,44 @@ def test_free_memory_of_this_machine():
     free_bytes, share = free_memory(torch.device("cpu"))
     assert 2**20 < free_bytes < 2**50
     assert 0 < share < 1
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({"memory.max": "max"}, None),
+        (
+            {
+                "memory.max": "4000000",
+                "memory.current": "3999000",
+                "memory.stat": "anon 1000\ninactive_file 3000000\nactive_file 7\n",
+            },
+            3001000,
+        ),
+        (
+            {
+                "memory.max": "5000",
+                "memory.current": "1000",
+                "memory.stat": "anon 1000\n",
+            },
+            4000,
+        ),
+        (
+            {
+                "memory/memory.limit_in_bytes": "900000",
+                "memory/memory.usage_in_bytes": "899000",
+                "memory/memory.stat": "inactive_file 5\ntotal_inactive_file 400000\n",
+            },
+            401000,
+        ),
+        ({}, None),
+    ],
+    ids=["no limit", "full of cache", "no cache", "version 1", "no groups"],
+)
+def test_cached_files_do_not_count_against_a_container(tmp_path, monkeypatch, files, left):
+    (tmp_path / "memory").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(sizing, "_CGROUP", tmp_path)
+    monkeypatch.setattr(sizing, "_meminfo_available", lambda: 10**12)
+    assert free_memory(torch.device("cpu"))[0] == (10**12 if left is None else left)

@@ -280,12 +280,20 @@ def test_an_index_naming_an_absent_tensor_is_refused(sharded):
         load(sharded)
 
 
-@pytest.mark.parametrize("name", ["../evil.safetensors", "/etc/passwd", 3])
+@pytest.mark.parametrize("name", ["../evil.safetensors", "/etc/passwd", 3, "a\0b"])
 def test_an_index_that_leads_elsewhere_is_refused(sharded, name):
     index = json.loads((sharded / INDEX).read_text())
     index["weight_map"]["model.norm.weight"] = name
     (sharded / INDEX).write_text(json.dumps(index))
     with pytest.raises(ValueError, match="expected a file name in the directory"):
+        load(sharded)
+
+
+def test_an_index_with_an_endless_file_name_is_refused(sharded):
+    index = json.loads((sharded / INDEX).read_text())
+    index["weight_map"]["model.norm.weight"] = "x" * 5000
+    (sharded / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"'model.norm.weight' .* name of 5000 bytes"):
         load(sharded)
 
 
@@ -321,6 +329,12 @@ def test_stored_integers_are_refused_by_dtype(single):
         ({"hidden_size": "96"}, "hidden_size '96'; expected an integer"),
         ({"num_key_value_heads": 2}, "num_q_heads 3 with num_kv_heads 2"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps 1000"),
+        ({"head_dim": 10**400}, "head_dim 1000"),
+        ({"max_position_embeddings": 2**63}, "max_position_embeddings 9223372036854775808"),
+        ({"rope_parameters": {"rope_theta": 10**400}}, "rope_theta 1000"),
+        ({"rope_parameters": {"partial_rotary_factor": 10**400}}, "partial_rotary_factor 1000"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 10**400}}, "factor 1000"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'; expected one of"),
         ({"rope_parameters": {"partial_rotary_factor": 0.1}}, "rotary_dim 3"),
         ({"rope_parameters": {"partial_rotary_factor": float("inf")}}, "partial_rotary_factor inf"),
@@ -340,7 +354,9 @@ def test_a_config_that_cannot_run_is_refused_by_key(single, change, named):
     assert "config.json" in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": ' * 5000, "\xff\xfe"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"a": ' * 5000, "\xff\xfe", '{"a": ' + "9" * 5000 + "}"]
+)
 def test_json_that_is_not_an_object_is_refused(single, text):
     (single / "config.json").write_text(text, "latin-1")
     with pytest.raises(ValueError, match=r"config.json"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -43,6 +44,14 @@ def test_an_alias_finds_the_file_without_importing_the_package(tmp_path, monkeyp
         resolve_source("smollm2-135m")
 
 
+def test_a_pipe_is_not_a_model(tmp_path):
+    from astrai.loading import load_model
+
+    os.mkfifo(tmp_path / "model.gguf")
+    with pytest.raises(ValueError, match=r"model.gguf is neither a directory nor a regular file"):
+        load_model(tmp_path / "model.gguf")
+
+
 def test_an_existing_path_wins_over_an_alias(tmp_path, monkeypatch):
     from astrai.loading import resolve_source
 
@@ -68,7 +77,7 @@ def test_an_unknown_dtype_lists_the_known_ones(tmp_path, dtype):
         load_model(tmp_path, dtype=dtype)
 
 
-@pytest.mark.parametrize("device", ["tpu", "meta", "cuda:99"])
+@pytest.mark.parametrize("device", ["tpu", "meta", "cuda:99", "cpu:9"])
 def test_an_impossible_device_is_refused(tmp_path, device):
     from astrai.loading import load_model
 

@@ -32,6 +32,10 @@ def test_any_whole_ratio_of_heads_is_accepted(num_q, num_kv):
         ({"vocab_size": -1}, "vocab_size -1"),
         ({"rms_norm_eps": 0.0}, "rms_norm_eps 0.0"),
         ({"rope_theta": float("nan")}, "rope_theta nan"),
+        ({"rms_norm_eps": 1e308}, "rms_norm_eps 1e.308; expected a float32 number"),
+        ({"rope_theta": 10**400}, "rope_theta 1000"),
+        ({"max_position": 2**31}, "max_position 2147483648; expected 1 to 2147483647"),
+        ({"max_position": 2**63}, "max_position"),
         ({"dtype": "float8"}, "dtype 'float8'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     ],
@@ -57,6 +61,9 @@ def test_values_of_the_wrong_kind_are_type_errors():
         {"num_pages": 0},
         {"max_step_tokens": 0},
         {"seed": -1},
+        {"seed": 2**63},
+        {"max_batch": 10**20},
+        {"page_size": 2**31},
     ],
 )
 def test_engine_limits_are_refused_by_name(change):

@@ -323,3 +323,38 @@ def test_bad_out_and_eps():
     for eps in (-1.0, float("nan")):
         with pytest.raises(ValueError, match="rms_norm: eps"):
             ops.rms_norm(x, weight, eps=eps)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_nothing_to_do_is_no_error(library):
+    """Tensors without elements, whose strides libraries set as they like."""
+
+    def zeros(*shape, dtype="float32"):
+        import torch
+
+        made = np.zeros(shape, dtype)
+        return made if library == "numpy" else torch.from_numpy(made.copy())
+
+    assert tuple(ops.rms_norm(zeros(0, 64), zeros(64), eps=1e-5).shape) == (0, 64)
+    assert tuple(ops.silu_mul(zeros(0, 8)).shape) == (0, 4)
+    assert tuple(ops.linear(zeros(0, 8), zeros(3, 8)).shape) == (0, 3)
+    assert tuple(ops.linear(zeros(2, 8), zeros(0, 8)).shape) == (2, 0)
+    ops.rotary(zeros(0, 2, 8), zeros(0, 1, 8), zeros(0, dtype="int64"), zeros(4, 8))
+    pages, more_pages = zeros(2, 4, 1, 32), zeros(2, 4, 1, 32)
+    ops.kv_write(zeros(0, 1, 32), zeros(0, 1, 32), pages, more_pages, zeros(0, dtype="int64"))
+    none = zeros(0, dtype="int32")
+    out, lse = ops.attn_paged_decode(
+        zeros(2, 2, 32),
+        pages,
+        pages,
+        zeros(3, dtype="int32"),
+        none,
+        zeros(2, dtype="int32"),
+        return_lse=True,
+    )
+    assert not np.asarray(out).any()
+    assert np.isneginf(np.asarray(lse)).all()
+    out = ops.attn_paged_decode(zeros(0, 2, 32), pages, pages, zeros(1, dtype="int32"), none, none)
+    assert tuple(out.shape) == (0, 2, 32)
+    keys, values = zeros(1, 5, 1, 32), zeros(1, 5, 1, 32)
+    assert tuple(ops.attn_prefill(zeros(1, 0, 2, 32), keys, values).shape) == (1, 0, 2, 32)

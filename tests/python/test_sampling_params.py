@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+import pickle
 
 import pytest
 
@@ -35,6 +37,8 @@ def test_defaults_are_plain_sampling():
         ("frequency_penalty", math.nan),
         ("presence_penalty", -2.5),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-300),
+        ("repetition_penalty", 1e9),
         ("repetition_penalty", -1.0),
         ("repetition_penalty", math.inf),
         ("seed", 2**63),
@@ -117,3 +121,21 @@ def test_params_are_immutable_and_do_not_share_the_callers_dict():
     assert params.logit_bias == {1: 2.0}
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.temperature = 0.5  # type: ignore[misc]
+
+
+def test_a_bias_cannot_be_changed_after_the_checks():
+    params = SamplingParams(logit_bias={7: 1.0})
+    with pytest.raises(TypeError):
+        params.logit_bias[7] = 1e9
+    assert params.logit_bias == {7: 1.0}
+
+
+def test_equal_params_are_one_key_and_survive_a_copy():
+    params = SamplingParams(logit_bias={7: 1.0, 3: -2}, stop="x", seed=4)
+    again = SamplingParams(logit_bias={3: -2.0, 7: 1.0}, stop=["x"], seed=4)
+    assert params == again
+    assert {params, again} == {params}
+    assert params != SamplingParams(logit_bias={7: 2.0, 3: -2}, stop="x", seed=4)
+    for copied in (copy.deepcopy(params), pickle.loads(pickle.dumps(params))):
+        assert copied == params
+    assert dataclasses.replace(params, seed=5).logit_bias == {7: 1.0, 3: -2.0}

@@ -49,6 +49,20 @@ def test_rendering_equals_transformers(tmp_path):
     assert mine.render(messages * 2, False, extra="E") == expected
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+        "{{ 'a' * (10 ** 17) }}",
+    ],
+    ids=["endless recursion", "nesting", "more text than memory"],
+)
+def test_templates_that_overreach_are_refused(source):
+    with pytest.raises(ValueError, match="chat template 'default'"):
+        template(source).render(HI)
+
+
 def test_exactly_one_bos_from_a_template_that_writes_it(tmp_path):
     write_tokenizer(tmp_path, chat_template=WITH_BOS, add_bos_token=True)
     tokenizer, made = read(tmp_path)

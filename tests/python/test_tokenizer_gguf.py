@@ -173,6 +173,12 @@ def test_control_and_user_defined_tokens_are_found_in_text():
     assert built.id_to_piece(custom) == b"  indent"
 
 
+@pytest.mark.parametrize("name", ["bos", "eos"])
+def test_a_token_to_add_must_be_named(name):
+    with pytest.raises(ValueError, match=f"add_{name}_token is true, .*{name}_token_id is missing"):
+        build(**{f"add_{name}_token": True, f"{name}_token_id": None})
+
+
 def test_bos_is_added_once_where_the_file_asks(caplog):
     built = build(add_bos_token=True)
     assert built.encode("hi")[0] == 0

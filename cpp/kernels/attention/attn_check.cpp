@@ -248,7 +248,7 @@ void check_page_lists(const Checker& check, AttentionParams& params, int64_t num
     for (int64_t i = 0; i < used; ++i) wild |= pages[i] < 0 || pages[i] >= params.num_pages;
     for (int64_t i = 0; wild && i < used; ++i) {
       ASTRAI_CHECK_ARG(pages[i] >= 0 && pages[i] < params.num_pages, op, ": kv_indices[", begin + i,
-                       "] is ", pages[i], "; expected a page id from 0 to ", params.num_pages - 1);
+                       "] is ", pages[i], "; expected a page id below ", params.num_pages);
     }
     longest = std::max(longest, kv_len);
   }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,7 @@ from astrai.cli.conversation import Conversation
 from astrai.cli.errors import EXIT_INTERRUPTED, BadInputError, describe
 from astrai.cli.model import open_model
 from astrai.cli.options import ModelOptions, SamplingOptions, expand_options
-from astrai.cli.prompts import read_stdin, stdin_is_terminal
+from astrai.cli.prompts import read_stdin, stdin_is_terminal, stdin_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,7 +77,7 @@ def chat(
         elif stdin_is_terminal():
             _talk(conversation, model.model)
         else:
-            for line in read_stdin().splitlines():
+            for line in stdin_lines():
                 if line.strip() and not _handle(conversation, line):
                     return
 
@@ -117,7 +118,7 @@ def _handle(conversation: Conversation, line: str) -> bool:
     if name in ("/exit", "/quit"):
         return False
     commands: dict[str, Callable[[Conversation, str], None]] = {
-        "/help": lambda conversation, argument: print(HELP),
+        "/help": lambda conversation, argument: _reply(HELP),
         "/reset": lambda conversation, argument: conversation.reset(),
         "/system": _set_system,
         "/save": _save,
@@ -133,14 +134,20 @@ def _set_system(conversation: Conversation, text: str) -> None:
     if text:
         conversation.set_system(text)
     else:
-        print(conversation.system or "(no system message)")
+        _reply(conversation.system or "(no system message)")
 
 
 def _save(conversation: Conversation, path: str) -> None:
     if not path:
         raise BadInputError("/save names no file; expected /save FILE")
     conversation.save(Path(path).expanduser())
-    print(f"saved to {path}")
+    _reply(f"saved to {path}")
+
+
+def _reply(text: str) -> None:
+    """What a command has to say. Stdout is for answers alone."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
 
 
 def _enable_line_editing() -> None:

@@ -6,6 +6,7 @@ where stderr is a terminal.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,10 @@ ProgressCallback = Callable[[int, int], None]
 
 
 def prepare_streams() -> None:
-    """Makes text that a terminal's encoding cannot show come out as "?" instead of failing."""
+    """Makes text that a terminal's encoding cannot show come out as "?" instead of failing, and
+    everything about answers vanish where stderr is closed."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - open to the end
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:

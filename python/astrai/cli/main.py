@@ -67,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ASTRAI_DEBUG=1.
     """
     console.prepare_streams()
+    if sys.stdout is None:
+        return errors.report(errors.BadInputError("stdout is closed; expected one to write to"))
     try:
         words = None if arguments is None else list(arguments)
         result = app(args=words, prog_name="astrai", standalone_mode=False)

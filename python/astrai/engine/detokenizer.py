@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Protocol
 
 
@@ -42,14 +42,3 @@ class Detokenizer:
     def flush(self) -> str:
         """What is left at the end: U+FFFD for an incomplete character, else nothing."""
         return self._decoder.decode(b"", final=True)
-
-
-def decode_all(
-    tokenizer: PieceSource,
-    token_ids: Sequence[int],
-    special_ids: Collection[int] = (),
-    skip_special_tokens: bool = True,
-) -> str:
-    """The text of finished ids, as a Detokenizer gives it piece by piece."""
-    detokenizer = Detokenizer(tokenizer, special_ids, skip_special_tokens)
-    return "".join([detokenizer.add(i) for i in token_ids]) + detokenizer.flush()

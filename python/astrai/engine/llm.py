@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -38,6 +39,8 @@ from astrai.sampling.sampler import Sampler
 from astrai.tokenizer import Tokenizer
 
 Progress = Callable[[int, int], None]
+
+_logger = logging.getLogger("astrai.engine")
 
 
 class LLM:
@@ -122,7 +125,7 @@ class LLM:
         self._reader = PromptReader(
             tokenizer,
             loaded.chat_template,
-            config.eos_token_ids,
+            _reachable_eos(loaded.name, config.eos_token_ids, vocab_size),
             PromptLimits(vocab_size, context, num_pages, page_size),
         )
         self._config, self._tokenizer = config, tokenizer
@@ -192,7 +195,7 @@ class LLM:
         their pages returned.
         """
         self._check_open("generate")
-        texts = split_prompts(prompts)
+        texts = split_prompts("generate", prompts)
         params = params_for_each("generate", sampling_params, len(texts), self._default_params)
         prepared = [
             self._reader.read(f"generate: prompt {i}", text, p)
@@ -219,10 +222,12 @@ class LLM:
         self._check_open("chat")
         if not messages:
             raise ValueError("chat: messages is empty; expected at least one message")
+        if not isinstance(messages, (list, tuple)):
+            raise TypeError(f"chat: messages is a {type(messages).__name__}; expected a list")
         conversations = [messages] if is_conversation(messages) else messages
         params = params_for_each("chat", sampling_params, len(conversations), self._default_params)
         prepared = [
-            self._reader.read_chat(f"chat: conversation {i}", talk, p, template_values or {})  # type: ignore[arg-type]
+            self._reader.read_chat(f"chat: conversation {i}", talk, p, template_values or {})
             for i, (talk, p) in enumerate(zip(conversations, params, strict=True))
         ]
         outputs = self._run("chat", prepared, progress)
@@ -254,7 +259,7 @@ class LLM:
                 template_values or {},
             )
         else:
-            texts = split_prompts(prompt)  # type: ignore[arg-type]
+            texts = split_prompts("stream", prompt)  # type: ignore[arg-type]
             if len(texts) != 1:
                 raise ValueError(f"stream: {len(texts)} prompts; expected one")
             prepared = self._reader.read("stream: prompt", texts[0], params)
@@ -385,7 +390,22 @@ def _default_params(loaded: LoadedModel) -> SamplingParams:
     try:
         return SamplingParams(**loaded.generation_defaults)
     except (TypeError, ValueError) as problem:
-        raise ValueError(f"LLM: the sampling defaults of {loaded.name}: {problem}") from None
+        raise ValueError(
+            f"LLM: the sampling defaults in the files of {loaded.name}: {problem}"
+        ) from None
+
+
+def _reachable_eos(name: str, ids: Sequence[int], vocab_size: int) -> list[int]:
+    """The end-of-sequence ids that can be sampled; a file may name others by mistake."""
+    unreachable = [token_id for token_id in ids if token_id >= vocab_size]
+    if unreachable:
+        _logger.warning(
+            "%s: end-of-sequence ids %s are ignored; expected ids in [0, %d), the vocabulary",
+            name,
+            unreachable,
+            vocab_size,
+        )
+    return [token_id for token_id in ids if token_id < vocab_size]
 
 
 def _context(config: ModelConfig, max_context: int | None) -> int:

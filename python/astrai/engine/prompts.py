@@ -151,24 +151,23 @@ def is_conversation(value: object) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], Mapping)
 
 
-def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list of prompts."""
+def split_prompts(op: str, prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list of prompts; `op` begins every error message."""
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, (list, tuple)):
         raise TypeError(
-            f"generate: prompts is {type(prompts).__name__}; "
+            f"{op}: prompts is {type(prompts).__name__}; "
             "expected a text, a list of token ids, or a list of these"
         )
     if not prompts:
-        raise ValueError("generate: prompts is empty; expected at least one prompt")
+        raise ValueError(f"{op}: prompts is empty; expected at least one prompt")
     if all(isinstance(item, int) for item in prompts):
         return [list(prompts)]
     for i, item in enumerate(prompts):
         if not isinstance(item, (str, list, tuple)):
             raise TypeError(
-                f"generate: prompt {i} is {type(item).__name__}; "
-                "expected a text or a list of token ids"
+                f"{op}: prompt {i} is {type(item).__name__}; expected a text or a list of token ids"
             )
     # The loop above has looked at every item.
     return [item if isinstance(item, str) else list(item) for item in prompts]  # type: ignore[arg-type]

@@ -15,6 +15,8 @@ from astrai.kv_cache import KVCache
 CPU_MEMORY_SHARE = 0.25
 GPU_MEMORY_SHARE = 0.85
 
+_CGROUP = Path("/sys/fs/cgroup")
+
 
 def default_num_pages(
     config: ModelConfig,
@@ -49,15 +51,42 @@ def free_memory(device: torch.device) -> tuple[int, float]:
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0], GPU_MEMORY_SHARE
-    available = [_meminfo_available()]
-    group = Path("/sys/fs/cgroup")
+    left = [_meminfo_available()]
+    for files in _CGROUP_FILES:
+        in_container = _container_available(*files)
+        if in_container is not None:
+            left.append(in_container)
+    return max(min(left), 0), CPU_MEMORY_SHARE
+
+
+# Limit, use, statistics and, in those, the file pages that the kernel drops when memory is asked
+# for: of the second and of the first version of control groups.
+_CGROUP_FILES = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_inactive_file",
+    ),
+)
+
+
+def _container_available(limit: str, use: str, statistics: str, reclaimable: str) -> int | None:
+    """Bytes that the container's limit leaves, or None without such a limit.
+
+    Cached file pages count as used there; a build or a download fills the limit with them.
+    """
     try:
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
-            available.append(int(limit) - int((group / "memory.current").read_text()))
+        allowed = (_CGROUP / limit).read_text().strip()
+        if allowed == "max":
+            return None
+        used = int((_CGROUP / use).read_text())
+        lines = (_CGROUP / statistics).read_text().splitlines()
     except OSError:
-        pass  # no container limit to respect
-    return max(min(available), 0), CPU_MEMORY_SHARE
+        return None
+    counts = dict(line.split(maxsplit=1) for line in lines if " " in line)
+    return int(allowed) - used + int(counts.get(reclaimable, 0))
 
 
 def _meminfo_available() -> int:

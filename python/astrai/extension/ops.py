@@ -245,8 +245,9 @@ def attn_prefill(
                    Lk - Lq + i without a causal limit
     Returns        out, or (out, lse) with return_lse: lse float32 [B, Hq, Lq]
 
-    Everything else is as in attn_decode. o_part, ml_part and num_splits are accepted, so that the
-    two calls are interchangeable, and checked, but a split over queries has no use for them.
+    Everything else is as in attn_decode. o_part and ml_part are accepted, so that the two calls
+    are interchangeable, and checked, but a split over queries has no use for them; num_splits is 0
+    or 1.
     Source         online softmax over key tiles, Dao et al. 2022, arXiv:2205.14135
     """
     return _dense_attention(
@@ -303,7 +304,8 @@ def attn_paged_decode(
     out               as q; allocated when None
     Returns           out, or (out, lse) with return_lse: lse float32 [B, Hq]. kv_len 0: zeros, -inf
 
-    Options are those of attn_decode, with kv_len in the place of Lk. CUDA cannot read kv_lens:
+    Options are those of attn_decode, with kv_len in the place of Lk; keys at or past the width of
+    a mask are masked out. CUDA cannot read kv_lens:
     without max_kv_len, fixed_split_keys assumes that one request may own all of kv_indices, and
     where a request is longer than max_kv_len its parts are longer too. Raises: see the module.
     Source            flash-decoding split over KV on the page table of Kwon et al. 2023,

@@ -24,6 +24,7 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _MAX_HEADER_BYTES = 100 << 20
+_MAX_NAME_BYTES = 255  # of a file, on every common file system
 
 
 class HFCheckpoint(Checkpoint):
@@ -131,9 +132,14 @@ def read_index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{path}: weight_map is missing or empty; expected tensor: file entries")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or Path(file).name != file or "\0" in file:
             raise ValueError(
                 f"{path}: tensor {name!r} is in {file!r}; expected a file name in the directory"
+            )
+        if len(file.encode()) > _MAX_NAME_BYTES:
+            raise ValueError(
+                f"{path}: tensor {name!r} is in a file with a name of {len(file.encode())} bytes; "
+                f"expected at most {_MAX_NAME_BYTES}"
             )
     return weight_map
 

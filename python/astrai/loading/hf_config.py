@@ -13,6 +13,7 @@ from astrai.tokenizer.json_file import read_json_object
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+_MAX_INT = 2**31 - 1
 # generation_config.json key -> field of SamplingParams
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -33,6 +34,8 @@ class _Section:
             return default
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.error(key, "an integer")
+        if abs(value) > _MAX_INT:
+            raise self.error(key, f"an integer of at most {_MAX_INT}")
         return value
 
     def number(self, key: str, default: float) -> float:
@@ -41,7 +44,10 @@ class _Section:
             return default
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self.error(key, "a number")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise self.error(key, "a number that a float can hold") from None
 
     def flag(self, key: str) -> bool:
         value = self.values.get(key)

@@ -43,7 +43,12 @@ def resolve_source(source: str | Path) -> Path:
     what was looked for and lists the aliases.
     """
     path = Path(source).expanduser()
-    if path.exists():
+    if str(source) and path.exists():
+        if not path.is_dir() and not path.is_file():
+            raise ValueError(
+                f"load_model: {path} is neither a directory nor a regular file; "
+                "expected a Hugging Face directory or a .gguf file"
+            )
         return path
     alias = ALIASES.get(str(source))
     if alias is not None:
@@ -151,6 +156,8 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
     from astrai.attention import _BACKEND_REGISTRY, ATTN_BACKEND
 
+    if not isinstance(device, (str, torch.device)):
+        raise TypeError(f"load_model: device {device!r}; expected 'auto', 'cpu' or 'cuda'")
     if device == "auto":
         cuda = _BACKEND_REGISTRY.get(ATTN_BACKEND.CUDA)
         built = cuda is not None and cuda.unavailable_reason() is None
@@ -163,6 +170,8 @@ def resolve_device(device: str | torch.device) -> torch.device:
         ) from None
     if resolved.type not in ("cpu", "cuda"):
         raise ValueError(f"load_model: device {device!r}; expected 'auto', 'cpu' or 'cuda'")
+    if resolved.type == "cpu" and resolved.index:
+        raise ValueError(f"load_model: device {device!r}; expected 'cpu', of which there is one")
     num_gpus = torch.cuda.device_count()
     if resolved.type == "cuda" and (resolved.index or 0) >= num_gpus:
         raise ValueError(f"load_model: device {device!r}, but torch sees {num_gpus} GPUs")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,7 +40,7 @@ def check_rope_scaling(scaling: Mapping[str, Any] | None) -> None:
         for number in values:
             if isinstance(number, bool) or not isinstance(number, (int, float)):
                 raise ValueError(f"rope: {kind} scaling has {name} {number!r}; expected a number")
-            if not 0 < number < math.inf:
+            if not 0 < number <= sys.float_info.max:
                 raise ValueError(f"rope: {kind} scaling has {name} {number}; expected above 0")
     if kind == "llama3" and scaling is not None:
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]

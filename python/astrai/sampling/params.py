@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 # Below this a row is decided by argmax: (logit - max) / temperature would only tell apart logits
@@ -32,8 +34,9 @@ class SamplingParams:
                         it stands in the output. The prompt does not count.
     presence_penalty    default 0.0; in [-2, 2]. Subtracted once if the token stands in the output.
                         The prompt does not count.
-    repetition_penalty  default 1.0; finite, > 0. Divides positive and multiplies negative logits of
-                        tokens in the prompt or the output (Keskar et al. 2019, arXiv:1909.05858).
+    repetition_penalty  default 1.0; in [0.001, 1000]. Divides positive and multiplies negative
+                        logits of tokens in the prompt or the output (Keskar et al. 2019,
+                        arXiv:1909.05858).
     seed                default None; any 64-bit signed integer. The same seed gives the same tokens
                         whatever else is in the batch; None draws a fresh one for each request.
     n                   default 1; 1 to 128. Independent samples of the same prompt.
@@ -106,12 +109,11 @@ class SamplingParams:
             "min_p": (0.0, 1.0, "a number in [0, 1]"),
             "frequency_penalty": (-2.0, 2.0, "a number in [-2, 2]"),
             "presence_penalty": (-2.0, 2.0, "a number in [-2, 2]"),
-            "repetition_penalty": (0.0, math.inf, "a finite number > 0"),
+            "repetition_penalty": (1e-3, 1e3, "a number in [0.001, 1000]"),
         }
         for name, (low, high, rule) in ranges.items():
             value = self._number(name, rule)
-            positive = name != "repetition_penalty" or value > 0.0
-            if not (math.isfinite(value) and low <= value <= high and positive):
+            if not (math.isfinite(value) and low <= value <= high):
                 raise ValueError(f"SamplingParams: {name} is {value!r}; expected {rule}")
             self._set(name, value)
 
@@ -191,7 +193,19 @@ class SamplingParams:
                     "expected a number in [-100, 100]"
                 )
             bias[token_id] = float(value)
-        self._set("logit_bias", bias or None)
+        self._set("logit_bias", MappingProxyType(bias) if bias else None)
+
+    def __hash__(self) -> int:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.logit_bias is not None:
+            values["logit_bias"] = frozenset(self.logit_bias.items())
+        return hash(tuple(values.values()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.logit_bias is not None:
+            values["logit_bias"] = dict(self.logit_bias)  # a proxy cannot be pickled
+        return partial(SamplingParams, **values), ()
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError naming the first id outside a vocabulary of `vocab_size` ids."""

@@ -22,7 +22,9 @@ class ChatTemplate:
 
     Templates come from model files and are not trusted: they cannot reach Python's internals or
     change what they are given. They may use `raise_exception(message)`, `strftime_now(format)`,
-    the filter `tojson`, loop controls and the special tokens by name (`bos_token`, ...).
+    the filter `tojson`, loop controls and the special tokens by name (`bos_token`, ...). The time
+    and the memory that they take are not bounded: where models come from strangers, load them in a
+    process that is.
 
     Control tokens that are spelled out inside a message are read as control tokens, as in
     transformers: a template's own markers and a user's cannot be told apart in the rendered text.
@@ -91,7 +93,15 @@ class ChatTemplate:
         except jinja2.TemplateError as problem:
             raise ValueError(f"chat template {name!r}: {problem}") from None
         # Whatever a template does with values of the wrong kind is the template's error.
-        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as problem:
+        except (
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            LookupError,
+            AttributeError,
+            RecursionError,
+            MemoryError,
+        ) as problem:
             raise ValueError(
                 f"chat template {name!r}: {type(problem).__name__}: {problem}"
             ) from problem
@@ -184,7 +194,7 @@ def _prepare(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def _prepare_message(message: Message, index: int) -> dict[str, Any]:
     where = f"chat: messages[{index}]"
     if not isinstance(message, Mapping):
-        raise ValueError(f"{where} is a {type(message).__name__}; expected an object")
+        raise ValueError(f"{where} is a {type(message).__name__}; expected a mapping")
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise ValueError(f"{where} has role {role!r}; expected a non-empty string")

@@ -91,21 +91,34 @@ def read_tokenizer(metadata: Mapping[str, Any], source: str) -> Tokenizer:
         bos_token_id=bos,
         eos_token_id=eos,
         # Llama 3 files from before the flag existed rely on BOS being added.
-        add_bos=_flag(metadata, "add_bos_token", rule == _LLAMA3, source) and bos is not None,
-        add_eos=_flag(metadata, "add_eos_token", False, source) and eos is not None,
+        add_bos=_adds(metadata, "bos", bos, rule == _LLAMA3 and bos is not None, source),
+        add_eos=_adds(metadata, "eos", eos, False, source),
     )
+
+
+def _adds(
+    metadata: Mapping[str, Any], name: str, token_id: int | None, default: bool, source: str
+) -> bool:
+    """Whether encoding adds the token `name`; a file that asks for it has to say which it is."""
+    adds = _flag(metadata, f"add_{name}_token", default, source)
+    if adds and token_id is None:
+        raise ValueError(
+            f"{source}: {_PREFIX}add_{name}_token is true, {_PREFIX}{name}_token_id is missing; "
+            "expected both or neither"
+        )
+    return adds
 
 
 def read_chat_template(metadata: Mapping[str, Any], tokenizer: Tokenizer) -> ChatTemplate:
     """The templates of GGUF metadata: `tokenizer.chat_template`, and named ones beside it."""
     key = "tokenizer.chat_template"
-    templates = {
-        name.removeprefix(key + "."): text
-        for name, text in metadata.items()
-        if name.startswith(key + ".") and isinstance(text, str)
-    }
-    if isinstance(metadata.get(key), str):
-        templates["default"] = metadata[key]
+    templates: dict[str, str] = {}
+    for name, text in metadata.items():
+        if name != key and not name.startswith(key + "."):
+            continue
+        if not isinstance(text, str):
+            raise ValueError(f"chat: {name} is a {type(text).__name__}; expected a template's text")
+        templates["default" if name == key else name.removeprefix(key + ".")] = text
     special = {
         f"{name}_token": text
         for name, token_id in (("bos", tokenizer.bos_token_id), ("eos", tokenizer.eos_token_id))
