@@ -274,7 +274,7 @@ TEST_F(AttnPagedPrefillErrors, CausalOffsets) {
 
 TEST_F(AttnPagedPrefillErrors, PagesAndMasks) {
   indices[2] = 77;
-  expect_refused("kv_indices[2] is 77; expected a page id from 0 to 4");
+  expect_refused("kv_indices[2] is 77; expected a page id below 5");
   indices[2] = 2;
   lens[0] = 33;
   expect_refused("kv_lens[0] is 33; expected 0 to 32, what the 2 pages of the request hold");
