@@ -7,6 +7,9 @@ The package needs a GPU, so a stand-in takes its place here. It computes what th
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 import types
 
 import numpy as np
@@ -249,3 +252,34 @@ def test_without_the_package_an_explicit_choice_names_the_reason(availability):
     availability(installed=False)
     with attn_backend("flash"), pytest.raises(RuntimeError, match="not installed"):
         select_backend("cuda", torch.bfloat16, 64)
+
+
+def test_nothing_imports_the_package_before_it_is_needed(tmp_path):
+    """Neither importing astrai, nor choosing on a CPU, nor asking why a GPU is missing does."""
+    package = tmp_path / "flash_attn"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('flash_attn was imported')")
+    code = """
+import torch
+from astrai.attention import flash_attn_available, select_backend
+select_backend("cpu", torch.float32, 64)
+torch.cuda.is_available = lambda: False
+print(flash_attn_available().reason)
+torch.cuda.is_available = lambda: True
+torch.cuda.get_device_capability = lambda: (9, 0)
+flash_attn_available.cache_clear()
+print(flash_attn_available().reason)
+"""
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": path},
+        check=True,
+    )
+    assert result.stdout.splitlines() == [
+        "flash-attn needs a CUDA device and torch sees none",
+        "flash-attn is installed but does not run: flash_attn was imported",
+    ]
