@@ -16,7 +16,6 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <functional>
 #include <memory>
 #include <string>
@@ -24,19 +23,12 @@
 
 #include "common/cuda_check.h"
 #include "common/cuda_device.h"
+#include "cuda_bench_support.cuh"
 #include "kernels/attention/attn_cuda_launch.h"
 #include "kernels/attention/attn_launch.h"
 
 namespace astrai::bench {
 namespace {
-
-constexpr int kReplays = 25;
-constexpr int64_t kColdBytes = 200'000'000;  // several times the L2 of any current device
-
-struct Shape {
-  int64_t num_q_heads, num_kv_heads, head_dim;
-};
-constexpr Shape kShapes[] = {{32, 8, 128}, {24, 4, 64}, {16, 8, 128}, {9, 3, 64}, {8, 1, 256}};
 
 struct Point {
   int64_t num_requests, context;
@@ -60,33 +52,6 @@ constexpr PeerTimes kPeers[] = {
      {8.0, 11.8, 39.5, 0, 9.9, 39.1, 244, 37.9, 242, 242}},
 };
 
-class DeviceMemory {
- public:
-  explicit DeviceMemory(int64_t bytes) {
-    ASTRAI_CHECK_CUDA(cudaMalloc(&data_, static_cast<size_t>(bytes)));
-  }
-  ~DeviceMemory() { cudaFree(data_); }
-  DeviceMemory(const DeviceMemory&) = delete;
-  DeviceMemory& operator=(const DeviceMemory&) = delete;
-  void* data() const { return data_; }
-
- private:
-  void* data_ = nullptr;
-};
-
-// Values in about [-1.7, 1.7] that differ from copy to copy: never zeros, which run faster.
-__global__ void fill_kernel(uint16_t* data, int64_t count, uint32_t seed) {
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count;
-       i += int64_t{gridDim.x} * blockDim.x) {
-    uint32_t x = static_cast<uint32_t>(i) * 2654435761u + seed * 40503u;
-    x ^= x >> 16;
-    x *= 2246822519u;
-    x ^= x >> 13;
-    const float value = (static_cast<float>(x & 0xffffu) / 65535.0f - 0.5f) * 3.4f;
-    data[i] = static_cast<uint16_t>(__float_as_uint(value) >> 16);
-  }
-}
-
 __global__ void read_kernel(const uint4* data, int64_t count, uint32_t* sink) {
   constexpr int kBatch = 8;
   uint32_t sum = 0;
@@ -100,51 +65,6 @@ __global__ void read_kernel(const uint4* data, int64_t count, uint32_t* sink) {
     for (int j = 0; j < kBatch; ++j) sum ^= value[j].x ^ value[j].y ^ value[j].z ^ value[j].w;
   }
   if (sum == 0x12345678u) *sink = sum;  // never, but the compiler cannot know
-}
-
-void fill(void* data, int64_t elements, uint32_t seed) {
-  fill_kernel<<<1024, 256>>>(static_cast<uint16_t*>(data), elements, seed);
-  ASTRAI_CHECK_CUDA(cudaGetLastError());
-}
-
-struct Timing {
-  double median_us = 0.0;
-  double spread_us = 0.0;  // between the quartiles
-};
-
-// Captures all launches as one graph and replays it.
-Timing time_graph(const std::vector<std::function<void(cudaStream_t)>>& launches) {
-  cudaStream_t stream = nullptr;
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t executable = nullptr;
-  ASTRAI_CHECK_CUDA(cudaStreamCreate(&stream));
-  for (const auto& launch : launches) launch(stream);
-  ASTRAI_CHECK_CUDA(cudaStreamSynchronize(stream));
-  ASTRAI_CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  for (const auto& launch : launches) launch(stream);
-  ASTRAI_CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
-  ASTRAI_CHECK_CUDA(cudaGraphInstantiate(&executable, graph, 0));
-  cudaEvent_t begin = nullptr, end = nullptr;
-  ASTRAI_CHECK_CUDA(cudaEventCreate(&begin));
-  ASTRAI_CHECK_CUDA(cudaEventCreate(&end));
-  std::vector<double> samples;
-  for (int i = 0; i < kReplays + 3; ++i) {
-    ASTRAI_CHECK_CUDA(cudaEventRecord(begin, stream));
-    ASTRAI_CHECK_CUDA(cudaGraphLaunch(executable, stream));
-    ASTRAI_CHECK_CUDA(cudaEventRecord(end, stream));
-    ASTRAI_CHECK_CUDA(cudaEventSynchronize(end));
-    float ms = 0.0f;
-    ASTRAI_CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
-    if (i >= 3) samples.push_back(ms * 1e3 / static_cast<double>(launches.size()));
-  }
-  ASTRAI_CHECK_CUDA(cudaEventDestroy(begin));
-  ASTRAI_CHECK_CUDA(cudaEventDestroy(end));
-  ASTRAI_CHECK_CUDA(cudaGraphExecDestroy(executable));
-  ASTRAI_CHECK_CUDA(cudaGraphDestroy(graph));
-  ASTRAI_CHECK_CUDA(cudaStreamDestroy(stream));
-  std::sort(samples.begin(), samples.end());
-  return {samples[samples.size() / 2],
-          samples[samples.size() * 3 / 4] - samples[samples.size() / 4]};
 }
 
 double measure_read_gbps() {
@@ -194,22 +114,14 @@ class DecodeProblem {
       fill(q_.back()->data(), q_elements(), static_cast<uint32_t>(c + 100));
       out_.push_back(std::make_unique<DeviceMemory>(q_elements() * 2));
     }
-    std::vector<int32_t> indptr, indices(static_cast<size_t>(num_pages_));
+    std::vector<int32_t> indptr;
     for (int64_t b = 0; b <= point.num_requests; ++b) {
       indptr.push_back(static_cast<int32_t>(b * pages_each_));
-    }
-    for (size_t i = 0; i < indices.size(); ++i) indices[i] = static_cast<int32_t>(i);
-    uint64_t state = 88172645463325252u;
-    for (size_t i = indices.size(); i > 1; --i) {
-      state ^= state << 13;
-      state ^= state >> 7;
-      state ^= state << 17;
-      std::swap(indices[i - 1], indices[state % i]);
     }
     const std::vector<int32_t> lens(static_cast<size_t>(point.num_requests),
                                     static_cast<int32_t>(point.context));
     indptr_ = upload(indptr);
-    indices_ = upload(indices);
+    indices_ = upload(shuffled_indices(num_pages_));
     lens_ = upload(lens);
     o_part_ = std::make_unique<DeviceMemory>(point.num_requests * shape.num_q_heads * kMaxPartials *
                                              shape.head_dim * 4);
@@ -271,18 +183,12 @@ class DecodeProblem {
     kernels::force_decode_variant(kernels::DecodeVariant::kScalar);
     ASTRAI_CHECK_CUDA(cudaMemset(out_[0]->data(), 0xff, q_elements() * 2));
     launch(0, 1, 0, nullptr);
-    const std::vector<float> expected = download();
+    const std::vector<float> expected = download_bf16(out_[0]->data(), q_elements());
     kernels::force_decode_variant(variant_);
     ASTRAI_CHECK_CUDA(cudaMemset(out_[0]->data(), 0xff, q_elements() * 2));
     launch(0, num_splits, fixed_split_keys, nullptr);
-    const std::vector<float> found = download();
-    double difference = 0.0, largest = 0.0;
-    for (size_t i = 0; i < found.size(); ++i) {
-      if (!std::isfinite(found[i])) return INFINITY;
-      difference = std::max(difference, std::abs(double(found[i]) - expected[i]));
-      largest = std::max(largest, std::abs(double(expected[i])));
-    }
-    return difference / largest;
+    const std::vector<float> found = download_bf16(out_[0]->data(), q_elements());
+    return relative_error(found, expected);
   }
 
   Timing time(int64_t num_splits, int64_t fixed_split_keys) {
@@ -298,23 +204,6 @@ class DecodeProblem {
   static constexpr int64_t kMaxPartials = 512;
 
   int64_t q_elements() const { return point_.num_requests * shape_.num_q_heads * shape_.head_dim; }
-
-  static std::unique_ptr<DeviceMemory> upload(const std::vector<int32_t>& values) {
-    auto memory = std::make_unique<DeviceMemory>(static_cast<int64_t>(values.size()) * 4);
-    ASTRAI_CHECK_CUDA(
-        cudaMemcpy(memory->data(), values.data(), values.size() * 4, cudaMemcpyHostToDevice));
-    return memory;
-  }
-
-  std::vector<float> download() {
-    ASTRAI_CHECK_CUDA(cudaDeviceSynchronize());
-    std::vector<uint16_t> bits(static_cast<size_t>(q_elements()));
-    ASTRAI_CHECK_CUDA(
-        cudaMemcpy(bits.data(), out_[0]->data(), bits.size() * 2, cudaMemcpyDeviceToHost));
-    std::vector<float> values;
-    for (uint16_t b : bits) values.push_back(to_float(bf16{b}));
-    return values;
-  }
 
   Shape shape_;
   Point point_;
@@ -334,25 +223,18 @@ struct Row {
   double gbps;
 };
 
-void write_json(FILE* file, const Row& row, double read_gbps, const Options& options,
-                const std::string& gpu) {
+void write_json(FILE* file, const Row& row, double read_gbps, const Options& options) {
   if (file == nullptr) return;
-  int driver = 0, runtime = 0;
-  ASTRAI_CHECK_CUDA(cudaDriverGetVersion(&driver));
-  ASTRAI_CHECK_CUDA(cudaRuntimeGetVersion(&runtime));
-  const char* commit = std::getenv("ASTRAI_COMMIT");
   std::fprintf(
       file,
-      "{\"bench\": \"attn_decode_cuda\", \"commit\": \"%s\", \"gpu\": \"%s\", \"cuda_driver\": %d, "
-      "\"cuda_runtime\": %d, \"dtype\": \"bfloat16\", \"q_heads\": %ld, \"kv_heads\": %ld, "
+      "{\"bench\": \"attn_decode_cuda\", %s, \"q_heads\": %ld, \"kv_heads\": %ld, "
       "\"head_dim\": %ld, \"batch\": %ld, \"context\": %ld, \"page_size\": %ld, \"num_splits\": "
       "%ld, "
       "\"fixed_split_keys\": %ld, \"median_us\": %.3f, \"iqr_us\": %.3f, \"gb_per_s\": %.1f, "
       "\"read_gb_per_s\": %.1f}\n",
-      commit == nullptr ? "unknown" : commit, gpu.c_str(), driver, runtime, row.shape.num_q_heads,
-      row.shape.num_kv_heads, row.shape.head_dim, row.point.num_requests, row.point.context,
-      row.page_size, row.num_splits, options.fixed_split_keys, row.timing.median_us,
-      row.timing.spread_us, row.gbps, read_gbps);
+      run_facts().c_str(), row.shape.num_q_heads, row.shape.num_kv_heads, row.shape.head_dim,
+      row.point.num_requests, row.point.context, row.page_size, row.num_splits,
+      options.fixed_split_keys, row.timing.median_us, row.timing.spread_us, row.gbps, read_gbps);
 }
 
 int run(const Options& options) {
@@ -402,7 +284,7 @@ int run(const Options& options) {
                       timing.spread_us, row.gbps, 100 * row.gbps / read_gbps,
                       ratio(peers ? kPeers[s].flashinfer[p] : 0),
                       ratio(peers ? kPeers[s].cudnn[p] : 0));
-          write_json(json, row, read_gbps, options, properties.name);
+          write_json(json, row, read_gbps, options);
         }
       }
     }

@@ -155,34 +155,45 @@ TEST(AttnPagedPrefill, NothingPastTheLengthsIsRead) {
 }
 
 // One prompt in one piece and cut into chunks, each seeing the keys of those before it.
-TEST(AttnPagedPrefill, ChunksOfAPromptGiveTheBitsOfTheWhole) {
-  for (int64_t window : {-1, 50}) {
-    AttnCase whole = ragged_case({300}, {300});
-    whole.window = window;
-    const AttnNumbers numbers = make_numbers(whole);
-    const int64_t row = 9 * 64;
-    for (const TestTarget& target : test_targets()) {
-      const AttnResult expected = run_attention(target, whole, numbers);
-      int64_t begin = 0;
-      for (int64_t chunk : {100, 2, 37, 161}) {
-        AttnCase test = ragged_case({chunk}, {begin + chunk});
-        test.window = window;
-        AttnNumbers part = make_numbers(test);
-        part.q.assign(numbers.q.begin() + begin * row, numbers.q.begin() + (begin + chunk) * row);
-        part.k.assign(numbers.k.begin(), numbers.k.begin() + (begin + chunk) * 3 * 64);
-        part.v.assign(numbers.v.begin(), numbers.v.begin() + (begin + chunk) * 3 * 64);
-        const AttnResult found = run_attention(target, test, part);
-        for (int64_t i = 0; i < chunk * row; ++i) {
-          ASSERT_EQ(found.out[static_cast<size_t>(i)],
-                    expected.out[static_cast<size_t>(begin * row + i)]);
-        }
-        begin += chunk;
+void expect_chunks_equal_the_whole(DType dtype, int64_t window) {
+  const auto make_case = [&](int64_t q_len, int64_t kv_len) {
+    AttnCase test = ragged_case({q_len}, {kv_len});
+    test.dtype = dtype;
+    test.window = window;
+    return test;
+  };
+  const AttnCase whole = make_case(300, 300);
+  const AttnNumbers numbers = make_numbers(whole);
+  const int64_t row = 9 * 64;
+  for (const TestTarget& target : prefill_test_targets()) {
+    const AttnResult expected = run_attention(target, whole, numbers);
+    int64_t begin = 0;
+    for (int64_t chunk : {100, 2, 37, 161}) {
+      const AttnCase test = make_case(chunk, begin + chunk);
+      AttnNumbers part = make_numbers(test);
+      part.q.assign(numbers.q.begin() + begin * row, numbers.q.begin() + (begin + chunk) * row);
+      part.k.assign(numbers.k.begin(), numbers.k.begin() + (begin + chunk) * 3 * 64);
+      part.v.assign(numbers.v.begin(), numbers.v.begin() + (begin + chunk) * 3 * 64);
+      const AttnResult found = run_attention(target, test, part);
+      for (int64_t i = 0; i < chunk * row; ++i) {
+        ASSERT_EQ(found.out[static_cast<size_t>(i)],
+                  expected.out[static_cast<size_t>(begin * row + i)])
+            << target.name();
       }
+      begin += chunk;
     }
   }
 }
 
-// A decoding request keeps its bits when it shares a step with a prompt.
+TEST(AttnPagedPrefill, ChunksOfAPromptGiveTheBitsOfTheWhole) {
+  for (DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    expect_chunks_equal_the_whole(dtype, -1);
+    expect_chunks_equal_the_whole(dtype, 50);
+  }
+}
+
+// A decoding request keeps its bits when it shares a step with a prompt. On the CPU, whose prefill
+// decodes such requests; on CUDA only decode is split over keys.
 TEST(AttnPagedPrefill, ASingleQueryGetsTheBitsOfDecode) {
   for (DType dtype : {DType::kFloat32, DType::kBFloat16}) {
     AttnCase mixed = ragged_case({1, 20, 1, 1}, {700, 20, 40, 0});

@@ -2,13 +2,13 @@
 
 #include <algorithm>
 #include <atomic>
-#include <bit>
 #include <limits>
 
 #include "common/check.h"
 #include "common/cuda_check.h"
 #include "common/cuda_device.h"
 #include "kernels/attention/attn_cuda_launch.h"
+#include "kernels/attention/attn_cuda_layout.h"
 #include "kernels/attention/attn_decode_kernels.h"
 #include "kernels/attention/attn_decode_params.h"
 
@@ -24,49 +24,6 @@ DecodeKernelSet kernels_for(const AttentionParams& params) {
     default:
       return decode_kernels_bf16(params.head_dim);
   }
-}
-
-struct Axis {
-  int64_t extent;
-  int64_t stride;
-};
-
-// True when every row of the tensor starts at a multiple of `elements` elements. The stride of an
-// axis of extent 1 addresses nothing and may be anything.
-bool rows_aligned(const void* data, int64_t element_bytes, int64_t elements,
-                  std::initializer_list<Axis> axes) {
-  if (reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(elements * element_bytes) != 0) {
-    return false;
-  }
-  return std::all_of(axes.begin(), axes.end(), [&](const Axis& axis) {
-    return axis.extent <= 1 || axis.stride % elements == 0;
-  });
-}
-
-bool kv_aligned(const AttentionParams& params, int64_t elements) {
-  const bool paged = params.page_size > 0;
-  const int64_t batch = paged ? params.num_pages : params.num_requests;
-  const int64_t tokens = paged ? params.page_size : params.kv_len;
-  const int64_t bytes = dtype_bytes(params.dtype);
-  return rows_aligned(params.k, bytes, elements,
-                      {{batch, params.k_stride_batch},
-                       {tokens, params.k_stride_token},
-                       {params.num_kv_heads, params.k_stride_head}}) &&
-         rows_aligned(params.v, bytes, elements,
-                      {{batch, params.v_stride_batch},
-                       {tokens, params.v_stride_token},
-                       {params.num_kv_heads, params.v_stride_head}});
-}
-
-bool q_aligned(const AttentionParams& params, int64_t elements) {
-  return rows_aligned(
-      params.q, dtype_bytes(params.dtype), elements,
-      {{params.num_requests, params.q_stride_batch}, {params.num_q_heads, params.q_stride_head}});
-}
-
-int page_shift(int64_t page_size) {
-  const auto size = static_cast<uint64_t>(page_size);
-  return std::has_single_bit(size) ? std::countr_zero(size) : -1;
 }
 
 // See DecodeKernelParams::linear_rows.
@@ -161,7 +118,7 @@ Choice choose_kernel(const DecodeKernelSet& kernels, const AttentionParams& para
                      const DecodeLaunch& launch) {
   const DecodeVariant variant = forced_variant.load(std::memory_order_relaxed);
   const bool possible =
-      kernels.narrow.config.function != nullptr && kv_aligned(params, kTileVector);
+      kernels.narrow.config.function != nullptr && kv_rows_aligned(params, kTileVector);
   const bool asked = variant == DecodeVariant::kNarrow || variant == DecodeVariant::kWide;
   ASTRAI_CHECK_ARG(possible || !asked, launch.op,
                    ": the tensor-core kernel was asked for with dtype ", dtype_name(params.dtype),
@@ -218,8 +175,8 @@ void launch_attn_decode_cuda(AttentionParams params, const DecodeLaunch& launch)
   args.num_head_tiles = choice.num_head_tiles;
   args.cluster_size = static_cast<int>(choice.plan.cluster_size);
   args.num_partials = static_cast<int>(choice.plan.num_partials());
-  args.vector_loads =
-      choice.tensor_cores ? q_aligned(params, kTileVector) : kv_aligned(params, kScalarVector);
+  args.vector_loads = choice.tensor_cores ? q_rows_aligned(params, kTileVector)
+                                          : kv_rows_aligned(params, kScalarVector);
   args.page_shift = page_shift(params.page_size);
   args.linear_rows = has_linear_rows(params);
 

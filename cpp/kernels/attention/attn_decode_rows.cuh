@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "kernels/attention/attn_decode_params.h"
+#include "kernels/attention/attn_keys.cuh"
 
 namespace astrai::kernels {
 
@@ -26,11 +27,6 @@ struct DecodeBlock {
     num_rows = min(max_rows, params.group_size - first_row);
     split = static_cast<int>(blockIdx.y);
   }
-};
-
-struct KeyRange {
-  int begin;
-  int end;  // exclusive
 };
 
 // Keys that the one query of `request` sees, apart from what a mask drops.
@@ -64,29 +60,6 @@ __device__ inline KeyRange split_keys(const AttentionParams& attn, KeyRange visi
 __device__ inline bool mask_keeps(const AttentionParams& attn, int64_t request, int key) {
   return attn.mask == nullptr ||
          attn.mask[request * attn.mask_stride_batch + key * attn.mask_stride_kv] != 0;
-}
-
-// Page and slot of a key. Dense keys are slots of page 0, counted from the request's first key.
-struct KeyPlace {
-  int page;
-  int slot;
-};
-
-__device__ inline KeyPlace place_key(const DecodeKernelParams& params, const int32_t* pages,
-                                     int key) {
-  if (params.attn.page_size == 0) return {0, key};
-  if (params.page_shift >= 0) {
-    return {pages[key >> params.page_shift], key & ((1 << params.page_shift) - 1)};
-  }
-  const unsigned page_size = static_cast<unsigned>(params.attn.page_size);
-  const unsigned index = static_cast<unsigned>(key) / page_size;
-  return {pages[index], static_cast<int>(static_cast<unsigned>(key) - index * page_size)};
-}
-
-// Logit of a raw product q.k.
-__device__ inline float logit(const AttentionParams& attn, float product) {
-  const float scaled = product * attn.scale;
-  return attn.softcap > 0.0f ? attn.softcap * tanhf(scaled / attn.softcap) : scaled;
 }
 
 }  // namespace astrai::kernels

@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(DecodeScalarShape<D>::kThreads)
     float dot[kRows] = {};
     float value[Shape::kLaneVectors][4] = {};
     if (seen) {
-      const KeyPlace place = place_key(params, pages, key);
+      const KeyPlace place = place_key(attn, params.page_shift, pages, key);
       const T* k_row =
           k + int64_t{place.page} * attn.k_stride_batch + place.slot * attn.k_stride_token;
       const T* v_row =

@@ -180,7 +180,7 @@ class DecodeMmaWarp {
     ref.valid = index < num_tiles_ && lane_ < kTileKeys && key >= keys_.begin && key < keys_.end &&
                 mask_keeps(attn_, request_, key);
     if (ref.valid) {
-      const KeyPlace place = place_key(params_, pages_, key);
+      const KeyPlace place = place_key(attn_, params_.page_shift, pages_, key);
       ref.page = place.page;
       ref.slot = place.slot;
     }

@@ -66,8 +66,17 @@ void launch_prefill(const char* op, const TensorView& q, AttentionParams params,
                     const AttentionOptions& options) {
   ASTRAI_CHECK_ARG(options.num_splits <= 1, op, ": num_splits is ", options.num_splits,
                    "; expected 0 or 1, since prefill is split over queries only");
+#if !ASTRAI_WITH_CUDA
   if (q.device.type != DeviceType::kCpu) throw_cuda_not_built(op);
+#endif
   if (!has_work(params)) return;
+#if ASTRAI_WITH_CUDA
+  if (q.device.type == DeviceType::kCuda) {
+    launch_attn_prefill_cuda(params,
+                             {.op = op, .device = q.device.index, .stream = options.stream});
+    return;
+  }
+#endif
   // For requests with a single query, which are decoded.
   plan_cpu_splits(params, kMaxSplits);
   count(counters().launches);

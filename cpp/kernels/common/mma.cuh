@@ -69,4 +69,14 @@ __device__ inline int swizzled_chunk(int row, int chunk) {
   }
 }
 
+// From the address of a swizzled chunk 0 or 1 to that of the chunk `chunks` (an even number)
+// further on in its row; rows start at multiples of a row's size. One instruction at most, so that
+// loops need not keep an address for each.
+template <int kChunks>
+__device__ inline uint32_t advance_chunks(uint32_t address, int chunks) {
+  constexpr unsigned kSwizzled = kChunks % 8 == 0 ? 0x60u : kChunks % 4 == 0 ? 0x20u : 0u;
+  const unsigned bytes = static_cast<unsigned>(chunks) * 16;
+  return (address ^ (bytes & kSwizzled)) + (bytes & ~kSwizzled);
+}
+
 }  // namespace astrai::kernels

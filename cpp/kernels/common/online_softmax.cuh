@@ -11,13 +11,18 @@
 namespace astrai::kernels {
 
 constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
 
-// exp(x) for x <= 0 in two instructions; the error grows with |x|, the result shrinks faster. What
-// would be subnormal is zero.
-__device__ inline float exp_weight(float x) {
+// 2 to the power of x in one instruction. What would be subnormal is zero.
+__device__ inline float exp2_approx(float x) {
   float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * kLog2e));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
+}
+
+// exp(x) for x <= 0 in two instructions; the error grows with |x|, the result shrinks faster.
+__device__ inline float exp_weight(float x) {
+  return exp2_approx(x * kLog2e);
 }
 
 struct SoftmaxState {

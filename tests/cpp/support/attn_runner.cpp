@@ -282,9 +282,8 @@ void launch(const AttnCase& test, Call& call) {
   kernels::attn_paged_prefill(q, kv, qo_indptr, out, causal, options);
 }
 
-// Decode runs everywhere; prefill has CPU kernels only.
 std::vector<TestTarget> targets_for(const AttnCase& test) {
-  return test.is_decode() ? all_test_targets() : test_targets();
+  return test.is_decode() ? all_test_targets() : prefill_test_targets();
 }
 
 std::string text_of(double value) {

@@ -19,7 +19,7 @@ namespace astrai::testing {
 struct TestTarget {
   Device device;
   std::string isa;          // CPU only
-  std::string kernel = "";  // CUDA only: the decode kernel that is forced, empty = its own choice
+  std::string kernel = "";  // CUDA only: the kernel that is forced, empty = the launcher's choice
 
   std::string name() const {
     if (device.type == DeviceType::kCpu) return "cpu/" + isa;
@@ -32,8 +32,13 @@ struct TestTarget {
       return;
     }
 #if ASTRAI_WITH_CUDA
-    kernels::force_decode_variant(kernel == "scalar" ? kernels::DecodeVariant::kScalar
-                                                     : kernels::DecodeVariant::kAuto);
+    using kernels::DecodeVariant;
+    using kernels::PrefillVariant;
+    const bool scalar = kernel == "scalar";
+    kernels::force_decode_variant(scalar ? DecodeVariant::kScalar : DecodeVariant::kAuto);
+    kernels::force_prefill_variant(scalar             ? PrefillVariant::kScalar
+                                   : kernel == "wide" ? PrefillVariant::kWide
+                                                      : PrefillVariant::kAuto);
 #endif
   }
 };
@@ -71,6 +76,15 @@ inline std::vector<TestTarget> all_test_targets() {
     targets.push_back({.device = gpu, .isa = "", .kernel = "scalar"});
   } else if (gpu_is_required()) {
     throw std::runtime_error(missing + "; ASTRAI_REQUIRE_GPU=1 expects one");
+  }
+  return targets;
+}
+
+// The same for prefill, whose tensor-core kernel has a shape that only large batches get.
+inline std::vector<TestTarget> prefill_test_targets() {
+  std::vector<TestTarget> targets = all_test_targets();
+  if (targets.back().device.type == DeviceType::kCuda) {
+    targets.push_back({.device = targets.back().device, .isa = "", .kernel = "wide"});
   }
   return targets;
 }

@@ -1,0 +1,9 @@
+#include "kernels/attention/attn_prefill_kernels.cuh"
+
+namespace astrai::kernels {
+
+PrefillKernelSet prefill_kernels_bf16(int64_t head_dim, bool general) {
+  return prefill_kernels<__nv_bfloat16>(head_dim, general);
+}
+
+}  // namespace astrai::kernels

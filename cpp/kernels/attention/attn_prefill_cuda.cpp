@@ -1,0 +1,113 @@
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <atomic>
+#include <limits>
+
+#include "common/check.h"
+#include "common/cuda_check.h"
+#include "common/cuda_device.h"
+#include "kernels/attention/attn_cuda_launch.h"
+#include "kernels/attention/attn_cuda_layout.h"
+#include "kernels/attention/attn_prefill_kernels.h"
+#include "kernels/attention/attn_prefill_params.h"
+
+namespace astrai::kernels {
+namespace {
+
+PrefillKernelSet kernels_for(const AttentionParams& params) {
+  const bool general = params.mask != nullptr || params.softcap > 0.0f || params.scale <= 0.0f;
+  switch (params.dtype) {
+    case DType::kFloat32:
+      return prefill_kernels_fp32(params.head_dim, general);
+    case DType::kFloat16:
+      return prefill_kernels_fp16(params.head_dim, general);
+    default:
+      return prefill_kernels_bf16(params.head_dim, general);
+  }
+}
+
+// Elements of 16 bytes, the unit of the tensor-core kernel's loads, and the scalar kernel's unit.
+constexpr int64_t kTileVector = 8;
+constexpr int64_t kScalarVector = 4;
+
+// More than any prefill kernel's static shared memory.
+constexpr int kStaticSharedBytes = 3 * 1024;
+
+// Wide blocks for each multiprocessor from which they beat twice as many narrow ones (H200,
+// 2026-12).
+constexpr int64_t kMinWideBlocks = 1;
+
+std::atomic<PrefillVariant> forced_variant{PrefillVariant::kAuto};
+
+// Blocks that hold all tiles of the batch whatever its lengths are.
+int64_t num_blocks(const AttentionParams& params, const PrefillKernel& kernel) {
+  const int64_t group = params.num_q_heads / params.num_kv_heads;
+  const int64_t rows = kernel.rows;
+  int64_t tiles = 0;
+  if (params.qo_indptr == nullptr) {
+    tiles = (params.q_len * group + rows - 1) / rows * params.num_requests;
+  } else {
+    // Each request leaves less than one tile unfilled.
+    tiles = params.num_q_rows * group / rows + std::min(params.num_requests, params.num_q_rows);
+  }
+  return tiles * params.num_kv_heads;
+}
+
+bool wide_pays(const AttentionParams& params, const PrefillKernelSet& kernels, int num_sms) {
+  const int64_t group = params.num_q_heads / params.num_kv_heads;
+  // A typical request would leave half of a wide tile empty.
+  if (params.num_q_rows * group <= kernels.narrow.rows * params.num_requests) return false;
+  return num_blocks(params, kernels.wide) >= kMinWideBlocks * num_sms;
+}
+
+const PrefillKernel& choose_kernel(const PrefillKernelSet& kernels, const AttentionParams& params,
+                                   const PrefillLaunch& launch) {
+  const PrefillVariant variant = forced_variant.load(std::memory_order_relaxed);
+  const bool tensor_cores =
+      kernels.narrow.config.function != nullptr && kv_rows_aligned(params, kTileVector);
+  if (!tensor_cores || variant == PrefillVariant::kScalar) return kernels.scalar;
+  const CudaDevice& device = cuda_device(launch.device);
+  const bool wide_fits =
+      kernels.wide.config.function != nullptr &&
+      kernels.wide.config.shared_bytes + kStaticSharedBytes <= device.max_shared_bytes;
+  if (!wide_fits || variant == PrefillVariant::kNarrow) return kernels.narrow;
+  if (variant == PrefillVariant::kWide || wide_pays(params, kernels, device.num_sms)) {
+    return kernels.wide;
+  }
+  return kernels.narrow;
+}
+
+}  // namespace
+
+void force_prefill_variant(PrefillVariant variant) {
+  forced_variant.store(variant, std::memory_order_relaxed);
+}
+
+void launch_attn_prefill_cuda(const AttentionParams& params, const PrefillLaunch& launch) {
+  if (params.num_requests == 0 || params.num_q_rows == 0) return;
+  constexpr int64_t kLimit = std::numeric_limits<int32_t>::max();
+  ASTRAI_CHECK_ARG(params.kv_len < kLimit / 2, launch.op, ": kv_len ", params.kv_len,
+                   "; expected fewer than 2^30 keys");
+  const int64_t group = params.num_q_heads / params.num_kv_heads;
+  ASTRAI_CHECK_ARG(params.num_q_rows <= kLimit / 2 / group, launch.op, ": ", params.num_q_rows,
+                   " query rows with ", group,
+                   " query heads for each KV head; expected fewer than 2^30 in total");
+  const CudaDeviceGuard guard(launch.device);
+  const PrefillKernelSet kernels = kernels_for(params);
+  const PrefillKernel& kernel = choose_kernel(kernels, params, launch);
+  const int64_t blocks = num_blocks(params, kernel);
+  ASTRAI_CHECK_ARG(blocks <= kLimit, launch.op, ": ", params.num_q_rows, " query rows with ",
+                   params.num_kv_heads, " KV heads; expected at most 2^31 - 1 tiles of ",
+                   kernel.rows);
+  const PrefillKernelParams args{.attn = params,
+                                 .group_size = static_cast<int>(group),
+                                 .page_shift = page_shift(params.page_size),
+                                 .q_vectors = q_rows_aligned(params, kTileVector),
+                                 .kv_vectors = kv_rows_aligned(params, kScalarVector),
+                                 .out_vectors = out_rows_aligned(params, kTileVector)};
+  launch_kernel(kernel.config, {.x = static_cast<unsigned>(blocks)}, &args, launch.device,
+                static_cast<cudaStream_t>(launch.stream));
+}
+
+}  // namespace astrai::kernels

@@ -1,0 +1,420 @@
+// Split-Q prefill on tensor cores, for 16-bit elements (compute capability 8.0 and later).
+//
+// One block serves a tile of query rows (attn_prefill_tiles.cuh), each warp 16 or 32 of them for
+// all keys. Keys and values pass through kStages slots of shared memory, kStages - 1 tile loads
+// under way (cp.async) while one tile is computed, with one barrier a tile. Each warp loads its
+// share of a tile's keys and resolves their addresses once, one lane a row; page ids are read a
+// tile ahead. Scores, weights and results stay in registers.
+//
+// Tiles that no row of the block sees are skipped, tiles that none of a warp's rows sees by that
+// warp, and rows are looked at one by one only in tiles that a warp sees in part. Key tiles start
+// at multiples of kTileKeys and a row's softmax looks at that row alone, so that its bits do not
+// depend on the tile that it is in.
+//
+// Keys outside what the block sees are zero-filled without reading them. Inside it a row may be
+// kept from a value that another row sees, and its weight of zero times NaN or infinity would be
+// NaN. Nothing is spent on that until a result is not finite; the block then starts again and takes
+// such values out of the matrix products.
+//
+// Preconditions: rows of k and v start at multiples of 16 bytes.
+// Source: tiling with online softmax as in FlashAttention-2, Dao 2023, arXiv:2307.08691.
+#pragma once
+
+#include "kernels/attention/attn_prefill_mma_io.cuh"
+#include "kernels/attention/attn_prefill_tiles.cuh"
+#include "kernels/common/cp_async.cuh"
+#include "kernels/common/mma.cuh"
+#include "kernels/common/online_softmax.cuh"
+#include "kernels/common/vec.cuh"
+#include "kernels/common/warp.cuh"
+
+namespace astrai::kernels {
+
+// Exponents of two that a logit may exceed the row's reference by before everything summed so far
+// is rescaled to a new one. Weights stay below 2^8, which every element type holds.
+constexpr float kLazyRescale = 8.0f;
+
+// One warp's rows. kGeneral: with a mask, or scores that one multiplication does not turn into
+// exponents (softcap, a scale that is not positive).
+template <class T, int D, bool kWide, bool kGeneral>
+class PrefillMmaWarp {
+  using Shape = PrefillMmaShape<D, kWide>;
+  static constexpr int kMTiles = Shape::kMTiles;
+  static constexpr int kTileKeys = Shape::kTileKeys;
+  static constexpr int kKeyTiles = kTileKeys / 8;  // n8 tiles of the scores
+  static constexpr int kChunks = Shape::kChunks;
+  static constexpr int kRowBytes = Shape::kRowBytes;
+  using Scores = float[kMTiles][kKeyTiles][4];
+
+ public:
+  __device__ PrefillMmaWarp(const PrefillKernelParams& params, const PrefillTile& tile,
+                            uint32_t q_shared, const KeyRange* row_keys)
+      : params_(params),
+        tile_(tile),
+        lane_(static_cast<int>(threadIdx.x) % kWarpSize),
+        warp_row_(static_cast<int>(threadIdx.x) / kWarpSize * Shape::kWarpRows),
+        q_shared_(q_shared),
+        row_keys_(row_keys) {
+    scale_log2_ = kGeneral ? kLog2e : params.attn.scale * kLog2e;
+    const int last = min(warp_row_ + Shape::kWarpRows, tile.num_rows) - 1;
+    if (last < warp_row_) return;
+    const RowsKeys keys(params, tile, warp_row_, last);
+    any_ = keys.any;
+    if (!kGeneral || params.attn.mask == nullptr) all_ = keys.all;
+  }
+
+  // Takes the queries, which this warp has brought to its rows of shared memory, to registers.
+  __device__ void take_q() {
+    if constexpr (!Shape::kSharedQ) {
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+        for (int step = 0; step < D / 16; ++step) load_q(m, step, q_[m][step]);
+      }
+    }
+  }
+
+  __device__ void reset() {
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        reference_[m][half] = -INFINITY;
+        sum_[m][half] = 0.0f;
+      }
+#pragma unroll
+      for (int n = 0; n < D / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out_[m][n][i] = 0.0f;
+      }
+    }
+  }
+
+  // Takes in a tile of keys and values.
+  __device__ void add_tile(uint32_t k_tile, uint32_t v_tile, int first_key) {
+    if (first_key >= any_.end || first_key + kTileKeys <= any_.begin) return;
+    Scores scores;
+    score(k_tile, scores);
+    if constexpr (kGeneral) {
+      for_each_score(scores, [&](float& s) { s = logit(params_.attn, s); });
+    }
+    if (first_key < all_.begin || first_key + kTileKeys > all_.end) hide(first_key, scores);
+    update_softmax(scores);
+    add_values(v_tile, scores);
+  }
+
+  // Adds the values of a tile that are not finite to the rows that see them, outside of the matrix
+  // products. What is left of the tile must then be cleared of them.
+  __device__ void add_wild_values(uint32_t v_tile, int first_key) {
+    for (int k = 0; k < kTileKeys; ++k) {
+#pragma unroll
+      for (int n = 0; n < D / 8; ++n) {
+        const uint32_t pair = load_shared_u32(v_tile + k * kRowBytes +
+                                              swizzled_chunk<kChunks>(k, n) * 16 + (lane_ % 4) * 4);
+        const uint32_t wild[2] = {is_wild<T>(pair) ? pair & 0xffffu : 0,
+                                  is_wild<T>(pair >> 16) ? pair >> 16 : 0};
+        if ((wild[0] | wild[1]) == 0) continue;
+#pragma unroll
+        for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            if (wild[i % 2] == 0 || !sees(local_row(m, i / 2), first_key + k)) continue;
+            out_[m][n][i] += from_bits<T>(wild[i % 2]);
+          }
+        }
+      }
+    }
+  }
+
+  // True when some result is NaN or infinite.
+  __device__ bool not_finite() const {
+    float probe = 0.0f;
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < D / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) probe = fmaf(out_[m][n][i], 0.0f, probe);
+      }
+    }
+    return probe != 0.0f;
+  }
+
+  // Leaves the warp's rows, as T, at its rows of `shared`, and writes their LSE.
+  __device__ void finish(uint32_t shared) {
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = local_row(m, half);
+        const float sum = group_sum<4>(sum_[m][half]);
+        float factor = 0.0f;
+        if (row < tile_.num_rows) {
+          const float max = reference_[m][half] * kLn2;
+          const SoftmaxTotal total(max, sum, tile_.sink(params_, row));
+          if (sum != 0.0f) factor = total.share(max, sum) / sum;
+          if (lane_ % 4 == 0 && params_.attn.lse != nullptr) {
+            params_.attn.lse[tile_.lse_offset(params_, row)] = total.lse;
+          }
+        }
+#pragma unroll
+        for (int n = 0; n < D / 8; ++n) {
+          const uint32_t at =
+              shared + row * kRowBytes + swizzled_chunk<kChunks>(row, n) * 16 + (lane_ % 4) * 4;
+          store_shared_u32(
+              at, pack2<T>(out_[m][n][half * 2] * factor, out_[m][n][half * 2 + 1] * factor));
+        }
+      }
+    }
+  }
+
+ private:
+  // Row of the block's tile that element pair `half` of this lane belongs to.
+  __device__ int local_row(int m, int half) const {
+    return warp_row_ + m * 16 + half * 8 + lane_ / 4;
+  }
+
+  __device__ bool sees(int row, int key) const {
+    if (key < row_keys_[row].begin || key >= row_keys_[row].end) return false;
+    if constexpr (!kGeneral) return true;
+    const uint8_t* mask = tile_.mask_row(params_, row);
+    return mask == nullptr || mask[key * params_.attn.mask_stride_kv] != 0;
+  }
+
+  template <class Fn>
+  __device__ void for_each_score(Scores& scores, Fn&& fn) const {
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) fn(scores[m][n][i]);
+      }
+    }
+  }
+
+  // Address of this lane's matrix row for the first of D / 16 steps along the rows; what follows is
+  // advance_chunks and multiples of eight rows away.
+  __device__ static uint32_t matrix_address(uint32_t tile, int row, int chunk) {
+    return tile + row * kRowBytes + swizzled_chunk<kChunks>(row, chunk) * 16;
+  }
+
+  __device__ void load_q(int m, int step, uint32_t (&fragment)[4]) const {
+    const uint32_t first = matrix_address(q_shared_, warp_row_ + (lane_ & 15), lane_ >> 4);
+    ldmatrix_x4(fragment, advance_chunks<kChunks>(first, step * 2) + m * 16 * kRowBytes);
+  }
+
+  // Raw products of the warp's rows with a tile of keys.
+  __device__ void score(uint32_t k_tile, Scores& scores) {
+    for_each_score(scores, [](float& s) { s = 0.0f; });
+    const uint32_t first = matrix_address(k_tile, (lane_ & 7) + (lane_ >> 4) * 8, (lane_ >> 3) & 1);
+#pragma unroll
+    for (int step = 0; step < D / 16; ++step) {
+      const uint32_t keys = advance_chunks<kChunks>(first, step * 2);
+      if constexpr (Shape::kSharedQ) {
+#pragma unroll
+        for (int m = 0; m < kMTiles; ++m) load_q(m, step, q_[m][0]);
+      }
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; n += 2) {
+        uint32_t b[4];
+        ldmatrix_x4(b, keys + n * 8 * kRowBytes);
+#pragma unroll
+        for (int m = 0; m < kMTiles; ++m) {
+          const uint32_t(&q)[4] = q_[m][Shape::kSharedQ ? 0 : step];
+          mma_m16n8k16<T>(scores[m][n], q, b[0], b[1]);
+          mma_m16n8k16<T>(scores[m][n + 1], q, b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  // Bit n * 2 + i: whether the mask keeps this lane's key i of the n-th eight from first_key on, of
+  // those in `keys`.
+  __device__ unsigned mask_bits(int row, KeyRange keys, int first_key) const {
+    const uint8_t* mask = tile_.mask_row(params_, row);
+    if (mask == nullptr) return kFullWarp;
+    unsigned bits = 0;
+#pragma unroll 1
+    for (int bit = 0; bit < kKeyTiles * 2; ++bit) {
+      const int key = first_key + bit / 2 * 8 + (lane_ % 4) * 2 + bit % 2;
+      if (key < keys.begin || key >= keys.end) continue;
+      if (mask[key * params_.attn.mask_stride_kv] != 0) bits |= 1u << bit;
+    }
+    return bits;
+  }
+
+  // -inf where a row does not see a key.
+  __device__ void hide(int first_key, Scores& scores) const {
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = local_row(m, half);
+        const KeyRange keys = row_keys_[row];
+        const unsigned kept = kGeneral ? mask_bits(row, keys, first_key) : 0;
+#pragma unroll
+        for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int key = first_key + n * 8 + (lane_ % 4) * 2 + i;
+            bool visible = key >= keys.begin && key < keys.end;
+            if constexpr (kGeneral) visible = visible && ((kept >> (n * 2 + i)) & 1) != 0;
+            if (!visible) scores[m][n][half * 2 + i] = -INFINITY;
+          }
+        }
+      }
+    }
+  }
+
+  // Turns scores into weights against the row's reference. A reference, in exponents of two, is the
+  // largest score seen when it was last moved; it is moved only when a score exceeds it by much.
+  __device__ void update_softmax(Scores& scores) {
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+      float factor[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float highest = -INFINITY;
+#pragma unroll
+        for (int n = 0; n < kKeyTiles; ++n) {
+          highest = fmaxf(highest, fmaxf(scores[m][n][half * 2], scores[m][n][half * 2 + 1]));
+        }
+        highest = group_max<4>(highest) * scale_log2_;
+        const float before = reference_[m][half];
+        const bool move = highest > before + kLazyRescale;
+        const float reference = move ? highest : before;
+        // From -inf nothing has been summed yet.
+        factor[half] = move && before != -INFINITY ? exp2_approx(before - highest) : 1.0f;
+        reference_[m][half] = reference;
+        const float shift = finite_reference(reference);
+        float sum = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float& weight = scores[m][n][half * 2 + i];
+            weight = exp2_approx(fmaf(weight, scale_log2_, -shift));
+            sum += weight;
+          }
+        }
+        sum_[m][half] = sum_[m][half] * factor[half] + sum;
+      }
+      if (__any_sync(kFullWarp, factor[0] != 1.0f || factor[1] != 1.0f)) {
+#pragma unroll
+        for (int n = 0; n < D / 8; ++n) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) out_[m][n][i] *= factor[i / 2];
+        }
+      }
+    }
+  }
+
+  __device__ void add_values(uint32_t v_tile, const Scores& scores) {
+    const uint32_t first = matrix_address(v_tile, lane_ & 15, lane_ >> 4);
+#pragma unroll
+    for (int step = 0; step < kTileKeys / 16; ++step) {
+      uint32_t weights[kMTiles][4];
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m) {
+        const float(&low)[4] = scores[m][step * 2];
+        const float(&high)[4] = scores[m][step * 2 + 1];
+        weights[m][0] = pack2<T>(low[0], low[1]);
+        weights[m][1] = pack2<T>(low[2], low[3]);
+        weights[m][2] = pack2<T>(high[0], high[1]);
+        weights[m][3] = pack2<T>(high[2], high[3]);
+      }
+#pragma unroll
+      for (int n = 0; n < D / 8; n += 2) {
+        uint32_t b[4];
+        ldmatrix_x4_trans(b, advance_chunks<kChunks>(first, n) + step * 16 * kRowBytes);
+#pragma unroll
+        for (int m = 0; m < kMTiles; ++m) {
+          mma_m16n8k16<T>(out_[m][n], weights[m], b[0], b[1]);
+          mma_m16n8k16<T>(out_[m][n + 1], weights[m], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  const PrefillKernelParams& params_;
+  const PrefillTile& tile_;
+  const int lane_;
+  const int warp_row_;  // first row of the warp within the block's tile
+  const uint32_t q_shared_;
+  const KeyRange* const row_keys_;  // [kRows]; empty past the tile's rows
+  KeyRange any_{0, 0};              // keys that some row of the warp may see
+  KeyRange all_{0, 0};              // keys that every row sees
+  float scale_log2_;                // from a score to an exponent of two
+  uint32_t q_[kMTiles][Shape::kSharedQ ? 1 : D / 16][4];
+  float out_[kMTiles][D / 8][4];
+  float reference_[kMTiles][2];
+  float sum_[kMTiles][2];  // of this lane's columns only
+};
+
+template <class T, int D, bool kWide, bool kGeneral>
+__global__ void __launch_bounds__(PrefillMmaShape<D, kWide>::kThreads,
+                                  PrefillMmaShape<D, kWide>::kBlocksPerSm)
+    attn_prefill_split_q_mma_kernel(const __grid_constant__ PrefillKernelParams params) {
+  using Shape = PrefillMmaShape<D, kWide>;
+  constexpr int kStages = Shape::kStages;
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  __shared__ KeyRange row_keys[Shape::kRows];
+  __shared__ const unsigned char* row_addresses[Shape::kThreads];
+  allow_next_grid();
+  wait_for_previous_grid();
+  // In shared memory, for the few who ask, to leave the registers to the loop.
+  __shared__ PrefillTile tile;
+  if (threadIdx.x < kWarpSize) {
+    const PrefillTile found(params, Shape::kRows);
+    if (threadIdx.x == 0) tile = found;
+  }
+  __syncthreads();
+  if (tile.num_rows == 0) return;
+
+  const uint32_t stages = shared_address(shared_memory) + (Shape::kSharedQ ? Shape::kQBytes : 0);
+  // Queries on their way to registers pass through the stage that is filled last.
+  const uint32_t q_shared =
+      Shape::kSharedQ ? shared_address(shared_memory) : stages + (kStages - 1) * Shape::kStageBytes;
+  load_q_rows<T, D, kWide>(params, tile, q_shared);
+  cp_async_commit();
+  const KeyRange keys = RowsKeys(params, tile, 0, tile.num_rows - 1).any;
+  PrefillTileLoader<D, kWide> loader(params, tile, keys, stages, row_addresses);
+  for (int row = static_cast<int>(threadIdx.x); row < Shape::kRows; row += Shape::kThreads) {
+    row_keys[row] = row < tile.num_rows ? tile.visible_keys(params, row) : KeyRange{0, 0};
+  }
+  PrefillMmaWarp<T, D, kWide, kGeneral> warp(params, tile, q_shared, row_keys);
+  cp_async_wait<0>();
+  __syncwarp();
+  warp.take_q();
+
+  // A second time, carefully, when a value that is not finite may have reached rows that do not
+  // see it.
+  for (bool careful = false;; careful = true) {
+    warp.reset();
+    loader.start();
+    for (int index = 0; index < loader.num_tiles(); ++index) {
+      cp_async_wait<kStages - 2>();
+      __syncthreads();  // the tile is here, and the one before it has been used
+      loader.load_next();
+      const uint32_t k_tile = loader.tile_address(index);
+      const int first_key = loader.first_key(index);
+      if (careful) {
+        warp.add_wild_values(k_tile + Shape::kTileBytes, first_key);
+        __syncthreads();
+        clear_wild_values<T, D, kWide>(k_tile + Shape::kTileBytes);
+        __syncthreads();
+      }
+      warp.add_tile(k_tile, k_tile + Shape::kTileBytes, first_key);
+    }
+    // Also the barrier before shared memory takes the results.
+    const bool again = __syncthreads_or(warp.not_finite()) != 0;
+    if (careful || !again) break;
+  }
+  // Rows of shared memory that only this warp writes and reads from here on.
+  warp.finish(Shape::kSharedQ ? q_shared : stages);
+  __syncwarp();
+  store_rows<T, D, kWide>(params, tile, Shape::kSharedQ ? q_shared : stages);
+}
+
+}  // namespace astrai::kernels
