@@ -83,6 +83,23 @@ def test_cuda_tensors_fall_back_with_the_reason_of_each_backend(
     assert "flash is passed over: dtype float32" in caplog.text
 
 
+def test_each_device_is_judged_by_its_own_architecture(registry, torch, caplog, cuda_machine):
+    cuda_machine(None, "this build has no code for a Toaster 9000")
+    kinds = registry.ATTN_BACKEND
+    with caplog.at_level(logging.WARNING, "astrai.attention"):
+        for device in ("cuda", "cuda:0"):
+            assert registry.select_backend(device, torch.bfloat16, 64).kind is kinds.CUDA
+        assert caplog.records == []
+        assert registry.select_backend("cuda:1", torch.float32, 64).kind is kinds.TORCH_NATIVE
+    assert "Toaster 9000" in caplog.text
+    with registry.attn_backend("cuda"):
+        assert registry.select_backend("cuda:0", torch.float32, 64).kind is kinds.CUDA
+        with pytest.raises(RuntimeError, match="Toaster 9000"):
+            registry.select_backend("cuda:1", torch.float32, 64)
+        with pytest.raises(ValueError, match="head_dim 48; it serves 32"):
+            registry.select_backend("cuda:0", torch.float32, 48)
+
+
 def test_explicit_cuda_names_what_is_missing(registry, torch, cuda_machine):
     cuda_machine("the driver reports no CUDA device")
     with (
