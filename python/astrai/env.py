@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 
 ATTN_BACKEND = "ASTRAI_ATTN_BACKEND"
+DEVICE = "ASTRAI_DEVICE"
 
 
 def read_text(variable: str) -> str | None:

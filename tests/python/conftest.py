@@ -20,6 +20,8 @@ REFERENCE = Path(__file__).parent / "reference"
 
 # Two threads of two libraries on a small machine get in each other's way while spinning.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Also on a machine with a GPU, tests run on the CPU unless they ask for another device.
+os.environ["ASTRAI_DEVICE"] = "cpu"
 
 
 def pytest_configure() -> None:

@@ -227,7 +227,8 @@ def test_a_closed_engine_gives_its_memory_back(tiny_model):
     assert torch.cuda.memory_allocated() == before
 
 
-def test_auto_takes_the_gpu():
+def test_auto_takes_the_gpu(monkeypatch):
     from astrai.loading.load import resolve_device
 
+    monkeypatch.delenv("ASTRAI_DEVICE")
     assert resolve_device("auto").type == "cuda"

@@ -77,6 +77,30 @@ def test_an_unknown_dtype_lists_the_known_ones(tmp_path, dtype):
         load_model(tmp_path, dtype=dtype)
 
 
+def test_the_environment_says_what_auto_means(monkeypatch):
+    import torch
+
+    from astrai.attention import CudaBackend
+    from astrai.loading.load import resolve_device
+
+    monkeypatch.setattr(CudaBackend, "unavailable_reason", classmethod(lambda *_: None))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for value, found in (
+        ("", "cuda"),
+        ("auto", "cuda"),
+        (" CPU ", "cpu"),
+        ("cuda:1", "cuda:1"),
+    ):
+        monkeypatch.setenv("ASTRAI_DEVICE", value)
+        assert resolve_device("auto") == torch.device(found)
+        assert resolve_device("cpu").type == "cpu"
+    for value, rule in (("tpu", "expected 'auto', 'cpu' or 'cuda'"), ("cuda:2", "torch sees 2")):
+        monkeypatch.setenv("ASTRAI_DEVICE", value)
+        with pytest.raises(ValueError, match=f"ASTRAI_DEVICE: device '{value}'.*{rule}"):
+            resolve_device("auto")
+
+
 @pytest.mark.parametrize("device", ["tpu", "meta", "cuda:99", "cpu:9"])
 def test_an_impossible_device_is_refused(tmp_path, device):
     from astrai.loading import load_model

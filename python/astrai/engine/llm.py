@@ -48,7 +48,8 @@ class LLM:
 
     model            an alias ("smollm2-135m"), a Hugging Face directory, a .gguf file, or a
                      LoadedModel
-    device           "auto" takes a GPU that this build has kernels for, else the CPU
+    device           "auto" takes what ASTRAI_DEVICE names, else a GPU that this build has kernels
+                     for, else the CPU
     dtype            "auto" keeps the stored dtype (bfloat16 for quantised files); or "float32",
                      "float16", "bfloat16"
     max_batch        sequences that run together; more wait in line

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from astrai import env
 from astrai.config import ModelConfig
 from astrai.loading.aliases import ALIASES
 from astrai.loading.checkpoint import Checkpoint, Progress, build_model, resolve_dtype
@@ -72,7 +73,8 @@ def load_model(
               tokenizer.json) or a .gguf file
     dtype     "auto" keeps the stored float dtype, and takes bfloat16 for quantised files;
               else "float32", "float16", "bfloat16" or the torch dtype
-    device    "auto" takes the first GPU that this build has kernels for, else the CPU
+    device    "auto" takes what ASTRAI_DEVICE names, else the first GPU that this build has kernels
+              for, else the CPU
     progress  called as progress(bytes_done, bytes_total) while weights are filled
     Raises    FileNotFoundError: nothing at the source, or a file is missing.
               ValueError: a file is damaged, a tensor is missing or misshapen, or the architecture,
@@ -150,14 +152,22 @@ def _build(
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """The device that "auto" or a name stands for. Raises ValueError for an unknown name, or for
-    one that this machine does not have."""
+    """The device that "auto" or a name stands for.
+
+    "auto" is what ASTRAI_DEVICE names, else the first GPU that this build has kernels for, else the
+    CPU. Raises ValueError for an unknown name, or for one that this machine does not have.
+    """
     import torch
 
     from astrai.attention import _BACKEND_REGISTRY, ATTN_BACKEND
 
     if not isinstance(device, (str, torch.device)):
         raise TypeError(f"load_model: device {device!r}; expected 'auto', 'cpu' or 'cuda'")
+    asked_by = "load_model"
+    if device == "auto":
+        named = env.read_text(env.DEVICE)
+        if named is not None:
+            device, asked_by = named.lower(), env.DEVICE
     if device == "auto":
         cuda = _BACKEND_REGISTRY.get(ATTN_BACKEND.CUDA)
         built = cuda is not None and cuda.unavailable_reason() is None
@@ -166,13 +176,13 @@ def resolve_device(device: str | torch.device) -> torch.device:
         resolved = torch.device(device)
     except RuntimeError:
         raise ValueError(
-            f"load_model: device {device!r}; expected 'auto', 'cpu' or 'cuda'"
+            f"{asked_by}: device {device!r}; expected 'auto', 'cpu' or 'cuda'"
         ) from None
     if resolved.type not in ("cpu", "cuda"):
-        raise ValueError(f"load_model: device {device!r}; expected 'auto', 'cpu' or 'cuda'")
+        raise ValueError(f"{asked_by}: device {device!r}; expected 'auto', 'cpu' or 'cuda'")
     if resolved.type == "cpu" and resolved.index:
-        raise ValueError(f"load_model: device {device!r}; expected 'cpu', of which there is one")
+        raise ValueError(f"{asked_by}: device {device!r}; expected 'cpu', of which there is one")
     num_gpus = torch.cuda.device_count()
     if resolved.type == "cuda" and (resolved.index or 0) >= num_gpus:
-        raise ValueError(f"load_model: device {device!r}, but torch sees {num_gpus} GPUs")
+        raise ValueError(f"{asked_by}: device {device!r}, but torch sees {num_gpus} GPUs")
     return resolved
