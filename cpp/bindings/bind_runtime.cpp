@@ -196,6 +196,35 @@ void bind_page_pool(nb::module_& module) {
           arg("num_tokens") = 0,
           "A new task. With shared_pages its first num_tokens == len(shared_pages) * page_size "
           "tokens are those of these full pages, which other tasks hold at the same places.")
+      .def(
+          "match_prefix",
+          [](const PagePool& self, const Ints& tokens, const std::string& salt) {
+            const PagePool::PrefixMatch match = self.match_prefix(tokens, salt);
+            return std::pair(match.num_tokens, match.num_unheld_pages);
+          },
+          arg("tokens"), arg("salt") = "",
+          "(num_tokens, num_unheld_pages): how many of these tokens the prefix index holds under a "
+          "salt, in whole pages and without the last token; and how many of those pages nobody "
+          "holds, which adopt_prefix takes off the free ones.")
+      .def(
+          "adopt_prefix",
+          [](PagePool& self, int64_t task_id, const Ints& tokens, const std::string& salt) {
+            return self.adopt_prefix(task_id, tokens, salt);
+          },
+          arg("task_id"), arg("tokens"), arg("salt") = "",
+          "A new task that begins with what match_prefix finds; returns its length in tokens.")
+      .def(
+          "index_prefix",
+          [](PagePool& self, int64_t task_id, const Ints& tokens, const std::string& salt) {
+            self.index_prefix(task_id, tokens, salt);
+          },
+          arg("task_id"), arg("tokens"), arg("salt") = "",
+          "Puts the task's full pages into the prefix index. tokens are the task's from its first "
+          "on, at least as many as its full pages hold.")
+      .def("clear_prefixes", &PagePool::clear_prefixes,
+           "Empties the prefix index; tasks keep their pages.")
+      .def_prop_ro("num_indexed_pages", &PagePool::num_indexed_pages,
+                   "Pages in the prefix index, held or free.")
       .def("fork", &PagePool::fork, arg("parent"), arg("child"),
            "A new task with the tokens and, shared, the pages of parent.")
       .def("try_reserve", &PagePool::try_reserve, arg("task_id"), arg("num_new_tokens"),

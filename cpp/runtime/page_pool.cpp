@@ -21,14 +21,18 @@ void reserve_counted(std::vector<T>& list, size_t size) {
   count(counters().host_allocations);
 }
 
+int64_t checked_size(const char* name, int64_t value) {
+  ASTRAI_CHECK_ARG(value >= 1 && value <= kMaxInt32, "page_pool: ", name, " is ", value,
+                   "; expected 1 to ", kMaxInt32);
+  return value;
+}
+
 }  // namespace
 
 PagePool::PagePool(int64_t num_pages, int64_t page_size, int64_t max_task_tokens)
-    : num_pages_(num_pages), page_size_(page_size) {
-  ASTRAI_CHECK_ARG(num_pages >= 1 && num_pages <= kMaxInt32, "page_pool: num_pages is ", num_pages,
-                   "; expected 1 to ", kMaxInt32);
-  ASTRAI_CHECK_ARG(page_size >= 1 && page_size <= kMaxInt32, "page_pool: page_size is ", page_size,
-                   "; expected 1 to ", kMaxInt32);
+    : num_pages_(checked_size("num_pages", num_pages)),
+      page_size_(checked_size("page_size", page_size)),
+      index_(num_pages, page_size) {
   ASTRAI_CHECK_ARG(max_task_tokens >= 0, "page_pool: max_task_tokens is ", max_task_tokens,
                    "; expected 0 or more");
   max_task_pages_ =
@@ -54,14 +58,18 @@ void PagePool::push_free_page(int32_t page) {
   ++num_free_pages_;
 }
 
-int32_t PagePool::take_free_page() {
-  const auto sentinel = static_cast<int32_t>(num_pages_);
-  const int32_t page = next_free_[sentinel];
-  const int32_t next = next_free_[page];
-  next_free_[sentinel] = next;
-  prev_free_[next] = sentinel;
+void PagePool::unlink_free_page(int32_t page) {
+  next_free_[prev_free_[page]] = next_free_[page];
+  prev_free_[next_free_[page]] = prev_free_[page];
   next_free_[page] = prev_free_[page] = kNotLinked;
   --num_free_pages_;
+}
+
+// The page that has been free for longest, for new contents.
+int32_t PagePool::take_free_page() {
+  const int32_t page = next_free_[static_cast<size_t>(num_pages_)];
+  unlink_free_page(page);
+  index_.forget(page);
   ref_counts_[page] = 1;
   return page;
 }
@@ -162,6 +170,63 @@ void PagePool::add_task(int64_t task_id, std::span<const int32_t> shared_pages,
   insert_task(task_id, shared_pages, num_tokens);
 }
 
+// ---- prefixes
+// -------------------------------------------------------------------------------------
+
+// Leaves the pages in matched_pages_.
+void PagePool::find_prefix(std::span<const int64_t> tokens, std::string_view salt) const {
+  matched_pages_.clear();
+  if (tokens.empty()) return;
+  const int64_t before_last = static_cast<int64_t>(tokens.size()) - 1;
+  index_.match(tokens, salt, before_last / page_size_, matched_pages_);
+}
+
+PagePool::PrefixMatch PagePool::match_prefix(std::span<const int64_t> tokens,
+                                             std::string_view salt) const {
+  find_prefix(tokens, salt);
+  PrefixMatch match;
+  for (int32_t page : matched_pages_) {
+    match.num_tokens += page_size_;
+    match.num_unheld_pages += ref_counts_[page] == 0;
+  }
+  return match;
+}
+
+int64_t PagePool::adopt_prefix(int64_t task_id, std::span<const int64_t> tokens,
+                               std::string_view salt) {
+  check_new_id(task_id, "adopt_prefix");
+  find_prefix(tokens, salt);
+  const int64_t num_tokens = static_cast<int64_t>(matched_pages_.size()) * page_size_;
+  insert_task(task_id, matched_pages_, num_tokens);
+  for (int32_t page : matched_pages_) {
+    if (ref_counts_[page] > 1) continue;  // others hold it too
+    if (next_free_[page] != kNotLinked) {
+      unlink_free_page(page);
+    } else {
+      parked_pages_.erase(std::find(parked_pages_.begin(), parked_pages_.end(), page));
+    }
+  }
+  return num_tokens;
+}
+
+void PagePool::index_prefix(int64_t task_id, std::span<const int64_t> tokens,
+                            std::string_view salt) {
+  const Task& task = find_task(task_id, "index_prefix");
+  const int64_t num_full = task.length / page_size_;
+  const auto num_tokens = static_cast<int64_t>(tokens.size());
+  ASTRAI_CHECK_ARG(num_tokens >= num_full * page_size_, "index_prefix: tokens has ", num_tokens,
+                   " entries; expected at least ", num_full * page_size_,
+                   ", the full pages of task ", task_id);
+  const auto pages = std::span(task.pages).first(static_cast<size_t>(num_full));
+  ASTRAI_CHECK_ARG(index_.insert(tokens, pages, salt), "index_prefix: task ", task_id,
+                   " holds a page that is indexed with other tokens or under another salt; ",
+                   "expected the tokens that it was indexed with");
+}
+
+void PagePool::clear_prefixes() {
+  for (int64_t page = 0; page < num_pages_; ++page) index_.forget(static_cast<int32_t>(page));
+}
+
 void PagePool::fork(int64_t parent, int64_t child) {
   const Task& source = find_task(parent, "fork");
   check_new_id(child, "fork");
@@ -194,6 +259,8 @@ bool PagePool::try_reserve(int64_t task_id, int64_t num_new_tokens) {
     task.pages[tail] = own;
     --ref_counts_[shared];  // another task still holds it
   }
+  // A page that was full and was truncated into may be written from here on.
+  if (tail_tokens != 0 && !copy_tail) index_.forget(task.pages[tail]);
   for (int64_t i = 0; i < missing; ++i) task.pages.push_back(take_free_page());
   return true;
 }
@@ -343,7 +410,7 @@ void PagePool::check_writable(const Task& task, int64_t task_id, int64_t q_len) 
 }
 
 void PagePool::write_step(const InferenceWorkspace::StepArrays& out,
-                          std::span<const int64_t> q_lens, const StepMetadata& step) const {
+                          std::span<const int64_t> q_lens, const StepMetadata& step) {
   int64_t row = 0;
   int64_t entry = 0;
   for (int64_t i = 0; i < step.num_tasks; ++i) {
@@ -357,6 +424,7 @@ void PagePool::write_step(const InferenceWorkspace::StepArrays& out,
                 static_cast<size_t>(num_pages) * sizeof(int32_t));
     entry += num_pages;
     auto page = static_cast<size_t>(task.length / page_size_);
+    index_.forget(task.pages[page]);
     int64_t offset = task.length % page_size_;
     for (int64_t position = task.length; position < kv_len; ++page, offset = 0) {
       const int64_t first_slot = task.pages[page] * page_size_;

@@ -4,9 +4,11 @@
 
 #include <cstdint>
 #include <span>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
+#include "runtime/prefix_index.h"
 #include "runtime/step_metadata.h"
 #include "runtime/workspace.h"
 
@@ -39,8 +41,11 @@ struct PageCopy {
 //
 // Free pages are reused in the order in which they were freed; a task lets its pages go from the
 // last to the first, so that heads of sequences, the more likely to be wanted again, survive
-// longer. take_free_page and push_free_page are the only two doors of the free list: an index of
-// finished prefixes hooks in there.
+// longer.
+//
+// A page may be in the prefix index, where later tasks with the same tokens find it: it stays there
+// while it is held, parked or free, until it is handed out for other contents or is about to be
+// written. So free pages are a cache of finished prefixes that costs nothing, evicted oldest first.
 //
 // Errors: std::invalid_argument for a bad argument (an unknown task id among them), with nothing
 // changed; std::runtime_error for a broken invariant.
@@ -60,6 +65,27 @@ class PagePool {
   // A task whose first num_tokens == shared_pages.size() * page_size tokens are those of
   // `shared_pages`. Page i must be page i of a task that has filled it.
   void add_task(int64_t task_id, std::span<const int32_t> shared_pages, int64_t num_tokens);
+
+  // What the index holds of `tokens` under a salt: always whole pages, and never the last token,
+  // which has to be computed for its logits.
+  struct PrefixMatch {
+    int64_t num_tokens = 0;
+    int64_t num_unheld_pages = 0;  // of those, pages that adopting takes off the free list
+  };
+  PrefixMatch match_prefix(std::span<const int64_t> tokens, std::string_view salt = {}) const;
+
+  // A task that begins with what match_prefix finds; returns its length. The caller may go on from
+  // there as with any task.
+  int64_t adopt_prefix(int64_t task_id, std::span<const int64_t> tokens,
+                       std::string_view salt = {});
+
+  // Puts the task's full pages into the index. `tokens` are the task's tokens from its first on, at
+  // least as many as its full pages hold. Throws when some page is in the index with other tokens.
+  void index_prefix(int64_t task_id, std::span<const int64_t> tokens, std::string_view salt = {});
+
+  // Empties the index; tasks keep their pages.
+  void clear_prefixes();
+  int64_t num_indexed_pages() const { return index_.num_pages(); }
 
   // A new task `child` with the tokens and the pages of `parent`. Pages that the parent reserved
   // past its length stay its own.
@@ -120,7 +146,8 @@ class PagePool {
 
   // Recounts everything from the task lists and throws std::runtime_error describing the first
   // inconsistency: a wrong reference count, a page on the free list twice or while held, a list too
-  // short for its task's length, a shared page past a task's length, pages that are nowhere.
+  // short for its task's length, a shared page past a task's length, pages that are nowhere, an
+  // index that does not find its own pages.
   void check_integrity() const;
 
  private:
@@ -144,6 +171,8 @@ class PagePool {
 
   int32_t take_free_page();
   void push_free_page(int32_t page);
+  void unlink_free_page(int32_t page);
+  void find_prefix(std::span<const int64_t> tokens, std::string_view salt) const;
   void drop_reference(int32_t page);
   void let_go(int32_t page);
   void shrink_list(Task& task, int64_t num_pages);
@@ -154,7 +183,7 @@ class PagePool {
                          std::span<const int64_t> q_lens, int64_t pad_to);
   void check_writable(const Task& task, int64_t task_id, int64_t q_len) const;
   void write_step(const InferenceWorkspace::StepArrays& out, std::span<const int64_t> q_lens,
-                  const StepMetadata& step) const;
+                  const StepMetadata& step);
 
   std::vector<int32_t> count_holders() const;
   void check_states(const std::vector<int32_t>& holders) const;
@@ -173,7 +202,9 @@ class PagePool {
   int64_t num_free_pages_ = 0;
   std::vector<int32_t> parked_pages_;  // in the order in which they were let go
   std::vector<PageCopy> pending_copies_;
-  std::vector<const Task*> bound_tasks_;  // scratch of bind_tasks
+  PrefixIndex index_;
+  mutable std::vector<int32_t> matched_pages_;  // scratch of match_prefix and adopt_prefix
+  std::vector<const Task*> bound_tasks_;        // scratch of bind_tasks
   uint64_t bind_number_ = 0;
 };
 

@@ -22,6 +22,7 @@ void PagePool::check_integrity() const {
     }
   }
   check_states(holders);
+  index_.check_integrity();
 }
 
 // Counts in how many lists each page is, and checks that lists are well formed.

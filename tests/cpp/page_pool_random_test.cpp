@@ -12,6 +12,7 @@
 #include <set>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "common/check.h"
@@ -50,7 +51,9 @@ class Simulation {
     if (choice < 44) return reserve_only();
     if (choice < 72) return step();
     if (choice < 84) return truncate();
-    if (choice < 92) return free_one();
+    if (choice < 88) return free_one();
+    if (choice < 93) return index_one();
+    if (choice < 98) return adopt_cached();
     do_copies();
   }
 
@@ -86,6 +89,8 @@ class Simulation {
   int64_t num_cancelled = 0;
   int64_t num_parked = 0;
   int64_t num_refusals = 0;
+  int64_t num_hits = 0;
+  int64_t num_hits_of_freed_tasks = 0;
 
  private:
   int64_t pick(int64_t low, int64_t high) {
@@ -116,7 +121,44 @@ class Simulation {
     const int64_t num_tokens = num_shared * pool_.page_size();
     pool_.add_task(next_id_, pool_.pages(donor).first(static_cast<size_t>(num_shared)), num_tokens);
     const std::vector<int64_t>& source = tokens_[donor];
+    salts_[next_id_] = salt_of(donor);
     tokens_[next_id_++] = {source.begin(), source.begin() + num_tokens};
+  }
+
+  void index_one() {
+    const int64_t id = any_task();
+    if (id < 0) return;
+    pool_.index_prefix(id, tokens_[id], salt_of(id));
+    if (pool_.length(id) < pool_.page_size()) return;
+    indexed_.emplace_back(id, tokens_[id]);
+    if (indexed_.size() > 20) indexed_.erase(indexed_.begin());
+  }
+
+  // A task that begins like one which was indexed at some time, alive or not.
+  void adopt_cached() {
+    if (indexed_.empty() || !room_for_a_task()) return;
+    const auto& [donor, known] = indexed_[static_cast<size_t>(pick(0, std::ssize(indexed_) - 1))];
+    const int64_t length_wanted = pick(0, 1) == 0 ? std::ssize(known) : pick(0, std::ssize(known));
+    std::vector<int64_t> wanted(known.begin(), known.begin() + length_wanted);
+    if (pick(0, 3) != 0) wanted.push_back(-1);
+    const PagePool::PrefixMatch match = pool_.match_prefix(wanted, salt_of(donor));
+    const int64_t free_before = pool_.num_free_pages() + pool_.num_parked_pages();
+    const int64_t length = pool_.adopt_prefix(next_id_, wanted, salt_of(donor));
+    EXPECT_EQ(length, match.num_tokens);
+    EXPECT_EQ(pool_.num_free_pages() + pool_.num_parked_pages(),
+              free_before - match.num_unheld_pages);
+    EXPECT_TRUE(length < std::ssize(wanted) || length == 0);
+    EXPECT_EQ(pool_.match_prefix(wanted, "nobody's").num_tokens, 0);
+    num_hits += length > 0;
+    num_hits_of_freed_tasks += length > 0 && !tokens_.contains(donor);
+    salts_[next_id_] = salt_of(donor);
+    tokens_[next_id_++] = {wanted.begin(), wanted.begin() + length};
+  }
+
+  // Tasks that share pages share a salt.
+  std::string salt_of(int64_t id) {
+    const auto [entry, is_new] = salts_.try_emplace(id, pick(0, 1) == 0 ? "" : "tenant");
+    return entry->second;
   }
 
   void fork() {
@@ -125,6 +167,7 @@ class Simulation {
     const int64_t child = next_id_++;
     pool_.fork(parent, child);
     tokens_[child] = tokens_[parent];
+    salts_[child] = salt_of(parent);
     // Often the child goes on at once, and one of the two ends before its copy was done.
     if (pick(0, 2) == 0) return;
     reserve(child, pick(1, pool_.page_size()));
@@ -238,6 +281,8 @@ class Simulation {
   PagePool pool_;
   std::vector<int64_t> slots_;
   std::map<int64_t, std::vector<int64_t>> tokens_;
+  std::map<int64_t, std::string> salts_;
+  std::vector<std::pair<int64_t, std::vector<int64_t>>> indexed_;
   std::mt19937 random_;
   int64_t next_id_ = 0;
   int64_t next_token_ = 0;
@@ -246,7 +291,7 @@ class Simulation {
 class PagePoolRandom : public ::testing::TestWithParam<Config> {};
 
 TEST_P(PagePoolRandom, NoSequenceOfOperationsDisturbsATask) {
-  constexpr int kOperations = 6000;
+  constexpr int kOperations = 40000;
   Simulation simulation(GetParam());
   for (int i = 0; i < kOperations; ++i) {
     SCOPED_TRACE(concat("seed ", GetParam().seed, ", operation ", i));
@@ -256,6 +301,8 @@ TEST_P(PagePoolRandom, NoSequenceOfOperationsDisturbsATask) {
   }
   simulation.drain();
   EXPECT_GT(simulation.num_refusals, 0);
+  EXPECT_GT(simulation.num_hits, 0);
+  EXPECT_GT(simulation.num_hits_of_freed_tasks, 0);
   if (GetParam().page_size > 1) {  // a page of one token is never partly filled
     EXPECT_GT(simulation.num_copies, 0);
     EXPECT_GT(simulation.num_cancelled, 0);

@@ -511,5 +511,142 @@ TEST(PagePool, AbortsAtAnyMomentLeaveNothingBehind) {
   pool.check_integrity();
 }
 
+// ---- prefixes
+// -------------------------------------------------------------------------------------
+
+using Tokens = std::vector<int64_t>;
+
+TEST(PagePoolPrefixes, WholePagesAreFoundAndTheLastTokenIsNot) {
+  PagePool pool(8, 4);
+  const Tokens tokens = {1, 2, 3, 4, 5, 6, 7, 8, 9};
+  pool.add_task(0);
+  grow(pool, 0, 9);
+  EXPECT_EQ(pool.match_prefix(tokens).num_tokens, 0);
+  pool.index_prefix(0, tokens);
+  EXPECT_EQ(pool.num_indexed_pages(), 2);
+  EXPECT_EQ(pool.match_prefix(tokens).num_tokens, 8);
+  EXPECT_EQ(pool.match_prefix(std::span(tokens).first(8)).num_tokens, 4);
+  EXPECT_EQ(pool.match_prefix(std::span(tokens).first(4)).num_tokens, 0);
+  EXPECT_EQ(pool.match_prefix({}).num_tokens, 0);
+  const Tokens other = {1, 2, 3, 4, 5, 6, 7, 0, 9};
+  EXPECT_EQ(pool.match_prefix(other).num_tokens, 4);
+  EXPECT_EQ(pool.match_prefix(tokens, "tenant").num_tokens, 0);
+  pool.check_integrity();
+}
+
+TEST(PagePoolPrefixes, AdoptedPagesAreSharedWhileHeldAndTakenFromTheFreeOnesElse) {
+  PagePool pool(4, 2);
+  const Tokens tokens = {1, 2, 3, 4, 5};
+  pool.add_task(0);
+  grow(pool, 0, 4);
+  pool.index_prefix(0, tokens);
+  const Pages pages = pages_of(pool, 0);
+  EXPECT_EQ(pool.match_prefix(tokens).num_unheld_pages, 0);
+  EXPECT_EQ(pool.adopt_prefix(1, tokens), 4);
+  EXPECT_EQ(pages_of(pool, 1), pages);
+  EXPECT_EQ(pool.ref_count(pages[0]), 2);
+  pool.free_task(0);
+  pool.free_task(1);
+  EXPECT_EQ(pool.num_free_pages(), 4);
+  EXPECT_EQ(pool.match_prefix(tokens).num_unheld_pages, 2);
+  EXPECT_EQ(pool.adopt_prefix(2, tokens), 4);
+  EXPECT_EQ(pages_of(pool, 2), pages);
+  EXPECT_EQ(pool.num_free_pages(), 2);
+  pool.check_integrity();
+}
+
+TEST(PagePoolPrefixes, APageLeavesTheIndexWhenItsMemoryIsNeededAndDeepOnesGoFirst) {
+  PagePool pool(3, 2);
+  const Tokens tokens = {1, 2, 3, 4, 5};
+  pool.add_task(0);
+  grow(pool, 0, 4);
+  pool.index_prefix(0, tokens);
+  pool.free_task(0);  // free order: the page never used, then the second, then the first
+  pool.add_task(1);
+  grow(pool, 1, 4);
+  EXPECT_EQ(pool.match_prefix(tokens).num_tokens, 2);
+  pool.add_task(2);
+  grow(pool, 2, 2);
+  EXPECT_EQ(pool.match_prefix(tokens).num_tokens, 0);
+  EXPECT_EQ(pool.num_indexed_pages(), 0);
+  pool.check_integrity();
+}
+
+TEST(PagePoolPrefixes, APageThatIsWrittenAgainIsForgotten) {
+  PagePool pool(4, 4);
+  const Tokens tokens = {1, 2, 3, 4, 5};
+  pool.add_task(0);
+  grow(pool, 0, 4);
+  pool.index_prefix(0, tokens);
+  pool.truncate(0, 3);
+  EXPECT_EQ(pool.match_prefix(tokens).num_tokens, 4);  // nothing has been written yet
+  ASSERT_TRUE(pool.try_reserve(0, 1));
+  EXPECT_EQ(pool.match_prefix(tokens).num_tokens, 0);
+  pool.check_integrity();
+}
+
+TEST(PagePoolPrefixes, APageThatIsCopiedBeforeItIsWrittenStays) {
+  PagePool pool(4, 4);
+  const Tokens tokens = {1, 2, 3, 4, 5};
+  pool.add_task(0);
+  grow(pool, 0, 4);
+  pool.index_prefix(0, tokens);
+  pool.fork(0, 1);
+  pool.truncate(1, 3);
+  ASSERT_TRUE(pool.try_reserve(1, 1));
+  pool.free_task(0);  // parked: the copy still reads it
+  EXPECT_EQ(pool.num_parked_pages(), 1);
+  EXPECT_EQ(pool.adopt_prefix(2, tokens), 4);
+  EXPECT_EQ(pool.num_parked_pages(), 0);
+  EXPECT_EQ(pool.take_page_copies().size(), 1u);
+  pool.check_integrity();
+  pool.free_task(1);
+  pool.free_task(2);
+  EXPECT_EQ(pool.num_free_pages(), 4);
+  pool.check_integrity();
+}
+
+TEST(PagePoolPrefixes, TheFirstOfTwoEqualPagesStaysAndSaltsAreApart) {
+  PagePool pool(8, 2);
+  const Tokens tokens = {1, 2, 3, 4, 5};
+  for (int64_t id = 0; id < 2; ++id) {
+    pool.add_task(id);
+    grow(pool, id, 4);
+    pool.index_prefix(id, tokens);
+  }
+  EXPECT_EQ(pool.num_indexed_pages(), 2);
+  pool.add_task(2);
+  grow(pool, 2, 4);
+  pool.index_prefix(2, tokens, "tenant");
+  EXPECT_EQ(pool.num_indexed_pages(), 4);
+  EXPECT_EQ(pool.adopt_prefix(3, tokens, "tenant"), 4);
+  EXPECT_EQ(pages_of(pool, 3), pages_of(pool, 2));
+  pool.clear_prefixes();
+  EXPECT_EQ(pool.num_indexed_pages(), 0);
+  EXPECT_EQ(pool.match_prefix(tokens).num_tokens, 0);
+  pool.check_integrity();
+}
+
+TEST(PagePoolPrefixes, WrongTokensAreRefused) {
+  PagePool pool(4, 2);
+  pool.add_task(0);
+  grow(pool, 0, 4);
+  const Tokens tokens = {1, 2, 3, 4};
+  expect_contains(
+      message_of<std::invalid_argument>([&] { pool.index_prefix(0, std::span(tokens).first(3)); }),
+      "tokens has 3 entries; expected at least 4");
+  pool.index_prefix(0, tokens);
+  const Tokens others = {9, 2, 3, 4};
+  expect_contains(message_of<std::invalid_argument>([&] { pool.index_prefix(0, others); }),
+                  "indexed with other tokens");
+  expect_contains(message_of<std::invalid_argument>([&] { pool.index_prefix(0, tokens, "x"); }),
+                  "under another salt");
+  expect_contains(message_of<std::invalid_argument>([&] { pool.index_prefix(7, tokens); }),
+                  "task_id 7");
+  expect_contains(message_of<std::invalid_argument>([&] { pool.adopt_prefix(0, tokens); }),
+                  "task_id 0 is in use");
+  pool.check_integrity();
+}
+
 }  // namespace
 }  // namespace astrai::runtime

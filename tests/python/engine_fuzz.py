@@ -98,6 +98,7 @@ def make_scenario(seed: int, vocab_size: int) -> Scenario:
         "max_batch": rng.choice((1, 2, 3, 5, 16)),
         "max_step_tokens": rng.choice((1, 2, 5, 8, 13, 64)),
         "max_context": MAX_CONTEXT,
+        "prefix_caching": rng.random() < 0.8,
     }
     return Scenario(seed, options, arrivals)
 

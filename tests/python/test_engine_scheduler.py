@@ -24,7 +24,10 @@ class Harness:
 
     def __init__(self, num_pages=64, page_size=4, max_batch=8, max_step_tokens=16):
         self.pool = PagePool(num_pages, page_size)
-        self.scheduler = Scheduler(self.pool, max_batch=max_batch, max_step_tokens=max_step_tokens)
+        # All prompts begin alike here; what a cached prefix does has tests of its own.
+        self.scheduler = Scheduler(
+            self.pool, max_batch=max_batch, max_step_tokens=max_step_tokens, prefix_caching=False
+        )
         self.next_task = 0
         self.prefills = []
         self.decodes = []

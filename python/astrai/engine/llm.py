@@ -58,6 +58,8 @@ class LLM:
     num_pages        pages of the KV cache; default enough for max_batch sequences of max_context
                      tokens, but at most a quarter of the memory that is free (85% on a GPU)
     max_step_tokens  prompt tokens computed in one step, shared by the prompts being read
+    prefix_caching   keep what was computed for a text findable, in whole pages, until its memory
+                     is needed: a request that begins with the same tokens starts behind them
     seed             makes requests without a seed of their own repeatable: the k-th such request
                      gets a seed derived from this one and k; default fresh randomness
     attn_backend     "torch_native", "cpu", "cuda", "flash" or an ATTN_BACKEND: exactly this one,
@@ -81,11 +83,14 @@ class LLM:
         page_size: int = 16,
         num_pages: int | None = None,
         max_step_tokens: int = 2048,
+        prefix_caching: bool = True,
         seed: int | None = None,
         attn_backend: ATTN_BACKEND | str | None = None,
         progress: Progress | None = None,
     ) -> None:
-        engine = EngineConfig(max_batch, max_context, page_size, num_pages, max_step_tokens, seed)
+        engine = EngineConfig(
+            max_batch, max_context, page_size, num_pages, max_step_tokens, seed, prefix_caching
+        )
         loaded = _load(model, device, dtype, progress)
         config = loaded.config
         weight = loaded.model.embedding.weight
@@ -117,7 +122,12 @@ class LLM:
         tokenizer = loaded.tokenizer
         vocab_size = min(config.vocab_size, tokenizer.vocab_size)
         self._core = EngineCore(
-            Scheduler(self._kv.pool, max_batch=max_batch, max_step_tokens=max_step_tokens),
+            Scheduler(
+                self._kv.pool,
+                max_batch=max_batch,
+                max_step_tokens=max_step_tokens,
+                prefix_caching=prefix_caching,
+            ),
             Executor(loaded.model, self._kv, weight.device, attn_backend),
             Sampler(vocab_size),
             tokenizer,
@@ -181,12 +191,15 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        cache_salt: str = "",
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
         """Continue one or several prompts, together in a batch.
 
         prompts          a text, a list of token ids, or a list of these
         sampling_params  for all prompts, or one for each; None takes the model's recommendations
+        cache_salt       only requests with the same one share cached prefixes: one for each tenant
+                         keeps what others have asked from showing in the time to the first token
         progress         called as progress(samples_done, samples_total) as samples end
         Returns          one RequestOutput for each prompt, in order
         Raises           ValueError, TypeError: a prompt or parameter cannot be used; nothing has
@@ -202,19 +215,21 @@ class LLM:
             self._reader.read(f"generate: prompt {i}", text, p)
             for i, (text, p) in enumerate(zip(texts, params, strict=True))
         ]
-        return self._run("generate", prepared, progress)
+        return self._run("generate", prepared, progress, _check_salt("generate", cache_salt))
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        cache_salt: str = "",
         progress: Progress | None = None,
         template_values: dict[str, Any] | None = None,
     ) -> RequestOutput | list[RequestOutput]:
         """Answer a conversation, or several in a batch.
 
         messages         [{"role": "user", "content": "..."}, ...], or a list of such lists
+        cache_salt       as in generate
         template_values  more variables for the chat template
         Returns          a RequestOutput for one conversation, a list for several
         Raises           as generate; ValueError also for a model without a chat template or a
@@ -231,7 +246,7 @@ class LLM:
             self._reader.read_chat(f"chat: conversation {i}", talk, p, template_values or {})
             for i, (talk, p) in enumerate(zip(conversations, params, strict=True))
         ]
-        outputs = self._run("chat", prepared, progress)
+        outputs = self._run("chat", prepared, progress, _check_salt("chat", cache_salt))
         return outputs[0] if is_conversation(messages) else outputs
 
     def stream(
@@ -239,11 +254,13 @@ class LLM:
         prompt: Prompt | Sequence[Message],
         sampling_params: SamplingParams | None = None,
         *,
+        cache_salt: str = "",
         template_values: dict[str, Any] | None = None,
     ) -> Generator[StreamEvent, None, None]:
         """Continue one prompt or answer one conversation, token by token.
 
         prompt   a text, a list of token ids, or a list of messages
+        cache_salt  as in generate
         Returns  a generator of StreamEvent: one for each token, `index` tells samples apart. The
                  texts of one index joined are the text that `generate` gives.
         Raises   as generate, at the call and not at the first event
@@ -264,7 +281,7 @@ class LLM:
             if len(texts) != 1:
                 raise ValueError(f"stream: {len(texts)} prompts; expected one")
             prepared = self._reader.read("stream: prompt", texts[0], params)
-        return self._events(prepared)
+        return self._events(prepared, _check_salt("stream", cache_salt))
 
     def close(self) -> None:
         """Abort what is unfinished, let go of weights and cache, refuse further work.
@@ -292,7 +309,9 @@ class LLM:
         if self._is_closed:
             raise RuntimeError(f"{op}: this LLM was closed; expected an open one")
 
-    def _submit(self, prepared: PreparedPrompt, streaming: bool = False) -> Request:
+    def _submit(
+        self, prepared: PreparedPrompt, cache_salt: str, streaming: bool = False
+    ) -> Request:
         params = prepared.params
         request = Request(
             self._next_request_id,
@@ -302,6 +321,7 @@ class LLM:
             seed=self._draw_seed() if params.seed is None else params.seed,
             max_new_tokens=prepared.max_new_tokens,
             stop_ids=prepared.stop_ids,
+            cache_salt=cache_salt,
             streaming=streaming,
         )
         self._next_request_id += 1
@@ -315,7 +335,11 @@ class LLM:
         return derived_seed(self._engine_config.seed, self._num_unseeded - 1)
 
     def _run(
-        self, op: str, prepared: Sequence[PreparedPrompt], progress: Progress | None
+        self,
+        op: str,
+        prepared: Sequence[PreparedPrompt],
+        progress: Progress | None,
+        cache_salt: str,
     ) -> list[RequestOutput]:
         requests: list[Request] = []
         total = sum(item.params.n for item in prepared)
@@ -323,7 +347,7 @@ class LLM:
         try:
             with deferred_interrupt() as check_interrupt:
                 for item in prepared:
-                    requests.append(self._submit(item))
+                    requests.append(self._submit(item, cache_salt))
                 unfinished = deque(requests)
                 while unfinished:
                     if unfinished[0].is_finished:
@@ -346,9 +370,11 @@ class LLM:
         _check_errors(op, requests)
         return [request.output() for request in requests]
 
-    def _events(self, prepared: PreparedPrompt) -> Generator[StreamEvent, None, None]:
+    def _events(
+        self, prepared: PreparedPrompt, cache_salt: str
+    ) -> Generator[StreamEvent, None, None]:
         self._check_open("stream")
-        request = self._submit(prepared, streaming=True)
+        request = self._submit(prepared, cache_salt, streaming=True)
         events = request.events
         assert events is not None  # streaming requests have a queue
         try:
@@ -394,6 +420,12 @@ def _default_params(loaded: LoadedModel) -> SamplingParams:
         raise ValueError(
             f"LLM: the sampling defaults in the files of {loaded.name}: {problem}"
         ) from None
+
+
+def _check_salt(op: str, salt: str) -> str:
+    if not isinstance(salt, str):
+        raise TypeError(f"{op}: cache_salt is {salt!r}; expected a string")
+    return salt
 
 
 def _reachable_eos(name: str, ids: Sequence[int], vocab_size: int) -> list[int]:

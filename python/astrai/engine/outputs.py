@@ -36,6 +36,8 @@ class RequestMetrics:
     """Counts and times of one request.
 
     prompt_tokens          tokens of the prompt, counted once however many samples were asked for
+    cached_tokens          tokens of the prompt whose keys and values were found in the cache when
+                           the request first started
     output_tokens          generated tokens of all samples
     time_to_first_token_s  seconds from submission to the first token; None if there was none
     decode_tokens_per_s    tokens after each sample's first, by the seconds from the first token of
@@ -44,6 +46,7 @@ class RequestMetrics:
     """
 
     prompt_tokens: int
+    cached_tokens: int
     output_tokens: int
     time_to_first_token_s: float | None
     decode_tokens_per_s: float | None

@@ -26,6 +26,9 @@ class Pool(Protocol):
     @property
     def page_size(self) -> int: ...
     def add_task(self, task_id: int) -> None: ...
+    def match_prefix(self, tokens: list[int], salt: str = "") -> tuple[int, int]: ...
+    def adopt_prefix(self, task_id: int, tokens: list[int], salt: str = "") -> int: ...
+    def index_prefix(self, task_id: int, tokens: list[int], salt: str = "") -> None: ...
     def fork(self, parent: int, child: int) -> None: ...
     def try_reserve(self, task_id: int, num_new_tokens: int) -> bool: ...
     def append(self, task_id: int, num_new_tokens: int) -> None: ...
@@ -66,10 +69,17 @@ class Scheduler:
     Order is first come, first served and never changes: a preempted sequence goes back to its
     place. The oldest running sequence is never preempted for another, so some sequence always
     finishes and no request starves.
+
+    With prefix_caching, whole pages of computed tokens stay findable until their memory is needed:
+    a sequence that begins with the same tokens under the same salt starts behind them, be it
+    another request, the next turn of a chat or the same sequence after a preemption.
     """
 
-    def __init__(self, pool: Pool, *, max_batch: int, max_step_tokens: int) -> None:
+    def __init__(
+        self, pool: Pool, *, max_batch: int, max_step_tokens: int, prefix_caching: bool = True
+    ) -> None:
         self.pool = pool
+        self.prefix_caching = prefix_caching
         self.max_batch = max_batch
         self.max_step_tokens = max_step_tokens
         self.num_preemptions = 0
@@ -178,7 +188,10 @@ class Scheduler:
         for sequence, q_len in zip(batch.sequences, batch.q_lens, strict=True):
             if sequence.finish_reason is None:
                 self.pool.append(sequence.task_id, q_len)
+                full_pages = sequence.num_computed // self.pool.page_size
                 sequence.num_computed += q_len
+                if sequence.num_computed // self.pool.page_size > full_pages:
+                    self._index(sequence)
         self._land()
 
     def rollback(self) -> None:
@@ -227,6 +240,12 @@ class Scheduler:
 
     # --- pages ------------------------------------------------------------------------------
 
+    def _index(self, sequence: Sequence) -> None:
+        """Let later sequences find the full pages of this one."""
+        if self.prefix_caching:
+            tokens = sequence.tokens_from(0, sequence.num_computed)
+            self.pool.index_prefix(sequence.task_id, tokens, sequence.request.cache_salt)
+
     def _waits_for_sibling(self, sequence: Sequence) -> bool:
         """True while another sample of the request is computing the prompt that they can share."""
         if len(sequence.request.prompt_ids) == 1:
@@ -238,17 +257,24 @@ class Scheduler:
         """Move a waiting sequence to prefilling with pages for all its tokens, if they are free.
 
         A sample whose sibling decodes shares the pages of the prompt and computes only what
-        follows, or the prompt's last token again if nothing does.
+        follows, or the prompt's last token again if nothing does. Others begin behind the longest
+        cached prefix.
         """
         # Only a decoding sibling reserves its next write at every step, as it has to once the page
         # it writes to is shared.
         siblings = sequence.request.sequences
         decoding = [other for other in siblings if other.state is SequenceState.DECODING]
-        shared = 0
+        shared = unheld = 0
+        tokens: list[int] = []
+        salt = sequence.request.cache_salt
         if decoding:
             shared = min(len(sequence.request.prompt_ids), sequence.num_tokens - 1)
-        # A partly shared page is copied when it is written, so it counts as a new one.
-        needed = self.pages_for(sequence.num_tokens) - shared // self.pool.page_size
+        elif self.prefix_caching:
+            tokens = sequence.tokens_from(0, sequence.num_tokens)
+            shared, unheld = self.pool.match_prefix(tokens, salt)
+        # A partly shared page is copied when it is written, so it counts as a new one; a cached one
+        # that nobody holds counts as free until it is adopted.
+        needed = self.pages_for(sequence.num_tokens) - shared // self.pool.page_size + unheld
         # A page for each running sequence stays free: a newcomer must not force a preemption at
         # once.
         if needed + self.num_running > self.pool.num_free_pages:
@@ -259,11 +285,14 @@ class Scheduler:
                 f"{self.pool.num_free_pages} of {self.pool.num_pages} are free with nothing "
                 "running; expected a request that can never fit to be refused"
             )
-        if shared:
+        if decoding:
             self.pool.fork(decoding[0].task_id, sequence.task_id)
             self.pool.truncate(sequence.task_id, shared)
+        elif shared:
+            self.pool.adopt_prefix(sequence.task_id, tokens, salt)
         else:
             self.pool.add_task(sequence.task_id)
+        sequence.request.note_cached(0 if decoding else shared)
         self._waiting.remove(sequence)
         sequence.num_computed = shared
         sequence.state = SequenceState.PREFILLING
