@@ -74,14 +74,17 @@ if [ $python = 1 ]; then
 fi
 
 echo "== benchmarks"
-rm -f "$out/attn_decode_cuda.jsonl"
-"$build/benchmarks/cpp/attn_cuda_bench" $quick --json "$out/attn_decode_cuda.jsonl" \
-  >"$out/attn_decode_cuda.txt" || failed=1
+for phase in decode prefill; do
+  bench=$([ $phase = decode ] && echo attn_cuda_bench || echo attn_prefill_cuda_bench)
+  rm -f "$out/attn_${phase}_cuda.jsonl"
+  "$build/benchmarks/cpp/$bench" $quick --json "$out/attn_${phase}_cuda.jsonl" \
+    >"$out/attn_${phase}_cuda.txt" || failed=1
+done
 if [ $peers = 1 ]; then
   python3 benchmarks/python/attn_peers.py $quick --json "$out/attn_peers.jsonl" \
     >"$out/attn_peers.txt" 2>&1 || failed=1
-  tail -n 40 "$out/attn_peers.txt"
+  tail -n 90 "$out/attn_peers.txt"
 fi
-cat "$out/attn_decode_cuda.txt"
+cat "$out/attn_decode_cuda.txt" "$out/attn_prefill_cuda.txt"
 if [ $failed = 0 ]; then echo "gpu_check: all passed"; else echo "gpu_check: FAILED, see $out"; fi
 exit $failed

@@ -36,7 +36,9 @@ constexpr int kStaticSharedBytes = 3 * 1024;
 
 // Wide blocks for each multiprocessor from which they beat twice as many narrow ones (H200,
 // 2026-12).
-constexpr int64_t kMinWideBlocks = 1;
+constexpr int64_t kMinWideBlocks = 3;
+
+constexpr float kLog2e = 1.4426950408889634f;
 
 std::atomic<PrefillVariant> forced_variant{PrefillVariant::kAuto};
 
@@ -102,6 +104,7 @@ void launch_attn_prefill_cuda(const AttentionParams& params, const PrefillLaunch
                    kernel.rows);
   const PrefillKernelParams args{.attn = params,
                                  .group_size = static_cast<int>(group),
+                                 .scale_log2 = params.scale * kLog2e,
                                  .page_shift = page_shift(params.page_size),
                                  .q_vectors = q_rows_aligned(params, kTileVector),
                                  .kv_vectors = kv_rows_aligned(params, kScalarVector),

@@ -24,18 +24,24 @@ struct PrefillMmaShape {
   static constexpr int kWarpRows = kMTiles * 16;
   static constexpr int kRows = kWarps * kWarpRows;
   static constexpr int kTileKeys = D > 128 ? 32 : 64;  // the same in both shapes: see the kernel
-  static constexpr bool kSharedQ = kWide && D >= 64;   // else in registers
-  static constexpr int kStages = D > 128 ? 3 : 2;
-  static constexpr int kBlocksPerSm = kWide ? (D <= 64 ? 3 : 2) : (D <= 64 ? 4 : D <= 128 ? 3 : 2);
+  // Tiles that are loaded together: where rows are short, what comes once a load would weigh.
+  static constexpr int kStageTiles = kWide && D <= 64 ? 2 : 1;
+  static constexpr int kStageKeys = kStageTiles * kTileKeys;
+  static constexpr int kStages = kWide || D <= 64 ? 2 : 3;
+  static constexpr bool kSharedQ = kWide && D > 64;      // else in registers
+  static constexpr int kQSteps = kSharedQ ? 2 : D / 16;  // steps whose fragments registers hold
+  static constexpr int kBlocksPerSm = kWide ? (D <= 32 ? 3 : 2) : (D <= 64 ? 4 : 2);
   static constexpr int kChunks = D / 8;  // 16-byte chunks of a row
   static constexpr int kRowBytes = D * 2;
   static constexpr int kTileBytes = kTileKeys * kRowBytes;
-  static constexpr int kStageBytes = 2 * kTileBytes;
+  static constexpr int kKeysBytes = kStageKeys * kRowBytes;  // of a stage; as many values follow
+  static constexpr int kStageBytes = 2 * kKeysBytes;
   static constexpr int kQBytes = kRows * kRowBytes;
   static constexpr int kSharedBytes = kStages * kStageBytes + (kSharedQ ? kQBytes : 0);
-  static constexpr int kLoadRows = kTileKeys / kWarps;  // rows of a tile that a warp loads
+  static constexpr int kLoadRows = kStageKeys / kWarps;  // rows of keys that a warp loads
   static_assert(kSharedQ || kQBytes <= kStageBytes, "queries pass through a stage");
-  static_assert((kLoadRows * kChunks) % kWarpSize == 0 && 2 * kLoadRows <= kWarpSize);
+  static_assert((kLoadRows * kChunks) % kWarpSize == 0);
+  static_assert(kLoadRows == kWarpSize || 2 * kLoadRows <= kWarpSize, "a lane finds a row or two");
 };
 
 // ---- 16-bit elements as bits --------------------
@@ -77,45 +83,115 @@ __device__ inline bool is_wild<__half>(uint32_t bits) {
   return (bits & 0x7c00u) == 0x7c00u;
 }
 
-// Zeros in place of the values of a tile that are not finite. All threads of the block call it.
+// Zeros in place of the values of a stage that are not finite. All threads of the block call it.
 template <class T, int D, bool kWide>
-__device__ void clear_wild_values(uint32_t v_tile) {
+__device__ void clear_wild_values(uint32_t values) {
   using Shape = PrefillMmaShape<D, kWide>;
-  for (int at = static_cast<int>(threadIdx.x) * 4; at < Shape::kTileBytes;
+  for (int at = static_cast<int>(threadIdx.x) * 4; at < Shape::kKeysBytes;
        at += Shape::kThreads * 4) {
-    const uint32_t pair = load_shared_u32(v_tile + at);
+    const uint32_t pair = load_shared_u32(values + at);
     const uint32_t low = is_wild<T>(pair) ? 0 : pair & 0xffffu;
     const uint32_t high = is_wild<T>(pair >> 16) ? 0 : pair & 0xffff0000u;
-    if ((low | high) != pair) store_shared_u32(v_tile + at, low | high);
+    if ((low | high) != pair) store_shared_u32(values + at, low | high);
   }
 }
 
+// ---- what a block knows of its work --------------------
+
+// In shared memory, to leave the registers to the loop.
+template <int D, bool kWide>
+struct PrefillBlock {
+  using Shape = PrefillMmaShape<D, kWide>;
+  PrefillTile tile;
+  const unsigned char* base[2];     // of the request's and head's keys and values
+  const int32_t* pages;             // of the request; null when dense
+  KeyRange row_keys[Shape::kRows];  // empty past the tile's rows
+  // A warp's own: offsets of its rows in q, addresses of the rows that it loads, offsets in out.
+  int64_t places[Shape::kWarps][Shape::kLoadRows <= 16 ? 32 : 64];
+
+  // Returns false when the block has nothing to do. All threads call it.
+  __device__ bool set(const PrefillKernelParams& params) {
+    const int thread = static_cast<int>(threadIdx.x);
+    if (thread < kWarpSize) {
+      const PrefillTile found(params, Shape::kRows);
+      if (thread == 0) {
+        tile = found;
+        if (found.num_rows > 0) set_source(params.attn, found);
+      }
+    }
+    __syncthreads();
+    if (tile.num_rows == 0) return false;
+    for (int row = thread; row < Shape::kRows; row += Shape::kThreads) {
+      row_keys[row] = KeyRange{0, 0};
+      if (row < tile.num_rows) {
+        row_keys[row] = tile.visible_keys(params, tile.place_row(params, row).token);
+      }
+    }
+    __syncthreads();
+    return true;
+  }
+
+  // What rows [first, first + count) see, as far as the tile has them.
+  __device__ RowsKeys rows_keys(const PrefillKernelParams& params, int first, int count) const {
+    const int last = max(first, min(first + count, tile.num_rows) - 1);
+    return RowsKeys(params, tile, row_keys[first], row_keys[last]);
+  }
+
+ private:
+  __device__ void set_source(const AttentionParams& attn, const PrefillTile& found) {
+    base[0] = static_cast<const unsigned char*>(attn.k) + found.kv_head * attn.k_stride_head * 2;
+    base[1] = static_cast<const unsigned char*>(attn.v) + found.kv_head * attn.v_stride_head * 2;
+    pages = nullptr;
+    if (attn.page_size > 0) {
+      pages = attn.kv_indices + attn.kv_indptr[found.request];
+    } else {
+      base[0] += found.request * attn.k_stride_batch * 2;
+      base[1] += found.request * attn.v_stride_batch * 2;
+    }
+  }
+};
+
 // ---- queries and results --------------------
 
-// Calls fn(row, chunk, address) for this lane's share of the 16-byte chunks of its warp's rows;
-// `row` counts within the block's tile, `address` is in shared memory.
-template <int D, bool kWide, class Fn>
-__device__ inline void for_each_row_chunk(uint32_t shared, Fn&& fn) {
+constexpr int64_t kNoPlace = INT64_MIN;
+
+// Calls fn(offset, column, address) for this lane's share of the 16-byte chunks of its warp's rows.
+// `offset` is where the row lies in a tensor, which offset_of(row) tells, or kNoPlace where the
+// tile lacks it; `address` is the chunk's in shared memory.
+template <int D, bool kWide, class OffsetFn, class Fn>
+__device__ inline void for_each_row_chunk(PrefillBlock<D, kWide>& block, uint32_t shared,
+                                          OffsetFn&& offset_of, Fn&& fn) {
   using Shape = PrefillMmaShape<D, kWide>;
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const int warp_row = static_cast<int>(threadIdx.x) / kWarpSize * Shape::kWarpRows;
-#pragma unroll 4
-  for (int index = lane; index < Shape::kWarpRows * Shape::kChunks; index += kWarpSize) {
-    const int row = warp_row + index / Shape::kChunks;
-    const int chunk = index % Shape::kChunks;
-    fn(row, chunk,
-       shared + row * Shape::kRowBytes + swizzled_chunk<Shape::kChunks>(row, chunk) * 16);
+  const unsigned lane = threadIdx.x % kWarpSize;
+  const unsigned warp = threadIdx.x / kWarpSize;
+  const unsigned warp_row = warp * Shape::kWarpRows;
+  int64_t* const places = block.places[warp];
+  if (lane < Shape::kWarpRows) {
+    const int row = static_cast<int>(warp_row + lane);
+    places[lane] = row < block.tile.num_rows ? offset_of(row) : kNoPlace;
   }
+  __syncwarp();
+#pragma unroll 4
+  for (unsigned index = lane; index < Shape::kWarpRows * Shape::kChunks; index += kWarpSize) {
+    const unsigned row = index / Shape::kChunks;
+    const int chunk = static_cast<int>(index % Shape::kChunks);
+    const int swizzled = swizzled_chunk<Shape::kChunks>(static_cast<int>(row), chunk);
+    fn(places[row], chunk * 8, shared + (warp_row + row) * Shape::kRowBytes + swizzled * 16);
+  }
+  __syncwarp();
 }
 
 // Starts the way of the warp's query rows to shared memory; rows that the tile lacks are zeros.
 template <class T, int D, bool kWide>
-__device__ void load_q_rows(const PrefillKernelParams& params, const PrefillTile& tile,
+__device__ void load_q_rows(const PrefillKernelParams& params, PrefillBlock<D, kWide>& block,
                             uint32_t shared) {
   const T* q = static_cast<const T*>(params.attn.q);
-  for_each_row_chunk<D, kWide>(shared, [&](int row, int chunk, uint32_t address) {
-    const bool there = row < tile.num_rows;
-    const T* source = q + (there ? tile.q_offset(params, row) : 0) + chunk * 8;
+  const auto offset_of = [&](int row) {
+    return block.tile.q_offset(params, block.tile.place_row(params, row));
+  };
+  for_each_row_chunk(block, shared, offset_of, [&](int64_t offset, int column, uint32_t address) {
+    const bool there = offset != kNoPlace;
+    const T* source = q + (there ? offset + column : 0);
     if (params.q_vectors) {
       cp_async_16(address, source, there);
     } else {
@@ -129,14 +205,18 @@ __device__ void load_q_rows(const PrefillKernelParams& params, const PrefillTile
   });
 }
 
+// Results from shared memory to `out`.
 template <class T, int D, bool kWide>
-__device__ void store_rows(const PrefillKernelParams& params, const PrefillTile& tile,
+__device__ void store_rows(const PrefillKernelParams& params, PrefillBlock<D, kWide>& block,
                            uint32_t shared) {
   T* out = static_cast<T*>(params.attn.out);
-  for_each_row_chunk<D, kWide>(shared, [&](int row, int chunk, uint32_t address) {
-    if (row >= tile.num_rows) return;
+  const auto offset_of = [&](int row) {
+    return block.tile.out_offset(params, block.tile.place_row(params, row));
+  };
+  for_each_row_chunk(block, shared, offset_of, [&](int64_t offset, int column, uint32_t address) {
+    if (offset == kNoPlace) return;
     const uint4 eight = load_shared_u128(address);
-    T* target = out + tile.out_offset(params, row) + chunk * 8;
+    T* target = out + offset + column;
     if (params.out_vectors) {
       *reinterpret_cast<uint4*>(target) = eight;
     } else {
@@ -149,140 +229,157 @@ __device__ void store_rows(const PrefillKernelParams& params, const PrefillTile&
 
 // ---- keys and values --------------------
 
-// Brings one tile of keys and values after the other to shared memory, kStages - 1 ahead of their
-// use. A warp loads kLoadRows rows of each: lane i finds the address of key row i, lane
-// kLoadRows + i that of value row i.
+// Brings stages of keys and values to shared memory. A warp loads kLoadRows rows of each and finds
+// their addresses, keys first, one lane a row.
 template <int D, bool kWide>
-class PrefillTileLoader {
+class PrefillLoader {
   using Shape = PrefillMmaShape<D, kWide>;
-  static constexpr int kTileKeys = Shape::kTileKeys;
   static constexpr int kLoadRows = Shape::kLoadRows;
   static constexpr int kChunks = Shape::kChunks;
-  static constexpr int kAhead = Shape::kStages - 1;
+  static constexpr int kLaneChunks = kLoadRows * kChunks / kWarpSize;  // of keys, and of values
 
  public:
-  // `keys` are those that some row of the block may see; `addresses` has an entry for each thread.
-  __device__ PrefillTileLoader(const PrefillKernelParams& params, const PrefillTile& tile,
-                               KeyRange keys, uint32_t stages, const unsigned char** addresses)
+  // `keys` are those that some row of the block may see: no other is read.
+  __device__ PrefillLoader(const PrefillKernelParams& params, PrefillBlock<D, kWide>& block,
+                           KeyRange keys)
       : params_(params),
+        block_(block),
         keys_(keys),
-        stages_(stages),
-        lane_(static_cast<int>(threadIdx.x) % kWarpSize),
-        warp_first_(static_cast<int>(threadIdx.x) / kWarpSize * kLoadRows),
-        addresses_(addresses + threadIdx.x / kWarpSize * kWarpSize) {
-    const AttentionParams& attn = params.attn;
-    const bool is_value = lane_ >= kLoadRows;
-    const int64_t head = tile.kv_head * (is_value ? attn.v_stride_head : attn.k_stride_head);
-    const int64_t batch = is_value ? attn.v_stride_batch : attn.k_stride_batch;
-    base_ = static_cast<const unsigned char*>(is_value ? attn.v : attn.k) + head * 2;
-    if (attn.page_size > 0) {
-      pages_ = attn.kv_indices + attn.kv_indptr[tile.request];
+        lane_(threadIdx.x % kWarpSize),
+        warp_(threadIdx.x / kWarpSize) {}
+
+  // Looks up the page of this lane's key of the stage that begins with first_key.
+  __device__ void find_page(int first_key) {
+    const int key = own_key(first_key);
+    if (block_.pages == nullptr || !exists(key)) return;
+    page_ = place_key(params_.attn, params_.page_shift, block_.pages, key).page;
+  }
+
+  // Finds the addresses of that stage's rows. Its page has been looked up, and the stage before has
+  // been copied.
+  __device__ void find_rows(int first_key) {
+    const int key = own_key(first_key);
+    const bool there = exists(key);
+    valid_ = __ballot_sync(kFullWarp, there);
+    stage_exists_ = first_key < keys_.end;
+    const auto place = [&](unsigned at, bool is_value) {
+      block_.places[warp_][at] = reinterpret_cast<int64_t>(own_address(key, is_value));
+    };
+    if constexpr (kLoadRows == kWarpSize) {
+      if (there) {
+        place(lane_, false);
+        place(kLoadRows + lane_, true);
+      }
     } else {
-      base_ += tile.request * batch * 2;
+      if (there) place(lane_, lane_ >= kLoadRows);
     }
-    first_tile_ = keys.begin / kTileKeys;
-    num_tiles_ = keys.begin < keys.end ? (keys.end - 1) / kTileKeys + 1 - first_tile_ : 0;
+    __syncwarp();
   }
 
-  __device__ int num_tiles() const { return num_tiles_; }
-  __device__ int first_key(int index) const { return (first_tile_ + index) * kTileKeys; }
-  __device__ uint32_t tile_address(int index) const {
-    return stages_ + index % Shape::kStages * Shape::kStageBytes;
-  }
-
-  // Begins with the first tile; every warp must have left the stages alone.
-  __device__ void start() {
-    next_ = 0;
-    find_next();
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) load_next();
-  }
-
-  // Starts the loads of the next tile, if there is one, as one group of copies.
-  __device__ void load_next() {
-    if (next_ < num_tiles_) load_tile();
+  // Starts the copies of the rows that were found last, as one group; there may be none.
+  __device__ void copy(uint32_t stage) {
+    constexpr unsigned kAll = kLoadRows >= 16 ? kFullWarp : (1u << (2 * kLoadRows % 32)) - 1;
+    const uint32_t k_rows = stage + warp_ * (kLoadRows * Shape::kRowBytes);
+    if (valid_ == kAll) [[likely]] {
+      copy_rows(k_rows);
+    } else if (stage_exists_) {
+      copy_some_rows(k_rows);
+    }
     cp_async_commit();
-    ++next_;
-    find_next();
+    __syncwarp();
   }
 
  private:
-  // Looks up where this lane's key of tile next_ lies.
-  __device__ void find_next() {
-    const int key = first_key(next_) + warp_first_ + lane_ % kLoadRows;
-    valid_ = next_ < num_tiles_ && lane_ < 2 * kLoadRows && key >= keys_.begin && key < keys_.end;
-    if (valid_) place_ = place_key(params_.attn, params_.page_shift, pages_, key);
+  __device__ int own_key(int first_key) const {
+    return first_key + static_cast<int>(warp_ * kLoadRows + lane_ % kLoadRows);
+  }
+  __device__ bool exists(int key) const {
+    return lane_ < 2 * kLoadRows && key >= keys_.begin && key < keys_.end;
   }
 
-  __device__ void load_tile() {
+  __device__ const unsigned char* own_address(int key, bool is_value) const {
     const AttentionParams& attn = params_.attn;
-    const bool is_value = lane_ >= kLoadRows;
-    const unsigned valid = __ballot_sync(kFullWarp, valid_);
-    __syncwarp();  // the addresses of the tile before have been read
-    if (valid_) {
-      const int64_t page_stride = is_value ? attn.v_stride_batch : attn.k_stride_batch;
-      const int64_t slot_stride = is_value ? attn.v_stride_token : attn.k_stride_token;
-      addresses_[lane_] = base_ + (place_.page * page_stride + place_.slot * slot_stride) * 2;
+    int slot = key;
+    if (params_.page_shift >= 0) {
+      slot = key & ((1 << params_.page_shift) - 1);
+    } else if (attn.page_size > 0) {
+      slot = static_cast<int>(static_cast<unsigned>(key) % static_cast<unsigned>(attn.page_size));
     }
-    __syncwarp();
-    constexpr unsigned kAll = 2 * kLoadRows == 32 ? kFullWarp : (1u << (2 * kLoadRows % 32)) - 1;
-    if (valid == kAll) {
-      copy_rows<true>(valid);
-    } else {
-      copy_rows<false>(valid);
-    }
+    const int64_t page_stride = is_value ? attn.v_stride_batch : attn.k_stride_batch;
+    const int64_t slot_stride = is_value ? attn.v_stride_token : attn.k_stride_token;
+    return block_.base[is_value] + (page_ * page_stride + slot * slot_stride) * 2;
   }
 
-  // Where chunk `chunk` of row `row`, the i-th of this lane, belongs. Where rows divide a warp
-  // evenly it is one exclusive-or away from that of the first, and nothing need be kept from tile
-  // to tile.
-  __device__ uint32_t chunk_target(uint32_t k_rows, int i, int row, int chunk) const {
+  __device__ const unsigned char* row_address(unsigned index) const {
+    return reinterpret_cast<const unsigned char*>(block_.places[warp_][index]);
+  }
+
+  // Row and chunk of this lane's i-th copy, and where the chunk belongs. Where rows divide a warp
+  // evenly all of it follows from the first by constants.
+  __device__ unsigned copy_row(int i) const {
+    if constexpr (kWarpSize % kChunks == 0) return i * (kWarpSize / kChunks) + lane_ / kChunks;
+    return (i * kWarpSize + lane_) / kChunks;
+  }
+  __device__ unsigned copy_chunk(int i) const {
+    if constexpr (kWarpSize % kChunks == 0) return lane_ % kChunks;
+    return (i * kWarpSize + lane_) % kChunks;
+  }
+  __device__ uint32_t copy_target(uint32_t k_rows, int i) const {
+    const int row = static_cast<int>(copy_row(i));
+    const int chunk = static_cast<int>(copy_chunk(i));
     if constexpr (kWarpSize % kChunks == 0) {
-      const int first_row = lane_ / kChunks;
-      const uint32_t first =
-          k_rows + first_row * Shape::kRowBytes + swizzled_chunk<kChunks>(first_row, chunk) * 16;
       const int rows = i * (kWarpSize / kChunks);
+      const uint32_t first = k_rows + (row - rows) * Shape::kRowBytes +
+                             swizzled_chunk<kChunks>(row - rows, chunk) * 16;
       return (first ^ (swizzled_chunk<kChunks>(rows, 0) * 16)) + rows * Shape::kRowBytes;
-    } else {
-      return k_rows + row * Shape::kRowBytes + swizzled_chunk<kChunks>(row, chunk) * 16;
+    }
+    return k_rows + row * Shape::kRowBytes + swizzled_chunk<kChunks>(row, chunk) * 16;
+  }
+
+  // All addresses first: the scores' registers are free now, and copies that follow one another go
+  // out faster.
+  __device__ void copy_rows(uint32_t k_rows) const {
+    const unsigned char* from[2][kLaneChunks];
+#pragma unroll
+    for (int i = 0; i < kLaneChunks; ++i) {
+      from[0][i] = row_address(copy_row(i)) + copy_chunk(i) * 16;
+      from[1][i] = row_address(kLoadRows + copy_row(i)) + copy_chunk(i) * 16;
+    }
+#pragma unroll
+    for (int i = 0; i < kLaneChunks; ++i) cp_async_16(copy_target(k_rows, i), from[0][i]);
+#pragma unroll
+    for (int i = 0; i < kLaneChunks; ++i) {
+      cp_async_16(copy_target(k_rows, i) + Shape::kKeysBytes, from[1][i]);
     }
   }
 
-  template <bool kFull>
-  __device__ void copy_rows(unsigned valid) {
-    const uint32_t k_rows = tile_address(next_) + warp_first_ * Shape::kRowBytes;
+  // The same where some keys of the stage do not exist; their rows become zeros.
+  __device__ void copy_some_rows(uint32_t k_rows) const {
+#pragma unroll 1
+    for (int i = 0; i < kLaneChunks; ++i) {
+      const unsigned row = (i * kWarpSize + lane_) / kChunks;
+      const unsigned chunk = (i * kWarpSize + lane_) % kChunks;
+      const uint32_t target =
+          k_rows + row * Shape::kRowBytes +
+          swizzled_chunk<kChunks>(static_cast<int>(row), static_cast<int>(chunk)) * 16;
+      const bool there = ((valid_ >> row) & 1) != 0;
 #pragma unroll
-    for (int i = 0; i < kLoadRows * kChunks / kWarpSize; ++i) {
-      const int index = i * kWarpSize + lane_;
-      const int row = index / kChunks;
-      const int chunk = index % kChunks;
-      const uint32_t target = chunk_target(k_rows, i, row, chunk);
-      if constexpr (kFull) {
-        cp_async_16(target, addresses_[row] + chunk * 16);
-        cp_async_16(target + Shape::kTileBytes, addresses_[kLoadRows + row] + chunk * 16);
-      } else {
-        const bool there = ((valid >> row) & 1) != 0;
-        cp_async_16(target, there ? addresses_[row] + chunk * 16 : base_, there);
-        cp_async_16(target + Shape::kTileBytes,
-                    there ? addresses_[kLoadRows + row] + chunk * 16 : base_, there);
+      for (int is_value = 0; is_value < 2; ++is_value) {
+        const unsigned char* from =
+            there ? row_address(is_value * kLoadRows + row) + chunk * 16 : block_.base[is_value];
+        cp_async_16(target + is_value * Shape::kKeysBytes, from, there);
       }
     }
   }
 
   const PrefillKernelParams& params_;
+  PrefillBlock<D, kWide>& block_;
   const KeyRange keys_;
-  const uint32_t stages_;
-  const int lane_;
-  const int warp_first_;  // first row that the warp loads of a tile
-  const unsigned char** const addresses_;
-  const unsigned char* base_;       // of the tensor whose addresses this lane finds
-  const int32_t* pages_ = nullptr;  // of the request; null when dense
-  int first_tile_;
-  int num_tiles_;
-  int next_ = 0;        // tile that is loaded next
-  bool valid_ = false;  // this lane's key of it exists
-  KeyPlace place_{0, 0};
+  const unsigned lane_;
+  const unsigned warp_;
+  int page_ = 0;
+  unsigned valid_ = 0;         // bit r: row r of the warp's keys exists
+  bool stage_exists_ = false;  // some row of the block sees the stage
 };
 
 }  // namespace astrai::kernels

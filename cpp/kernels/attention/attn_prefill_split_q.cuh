@@ -66,8 +66,9 @@ class PrefillScalarRow {
         row_(static_cast<int>(threadIdx.x) / Shape::kRowLanes),
         sub_(static_cast<int>(threadIdx.x) % Shape::kRowLanes) {
     if (row_ >= tile.num_rows) return;
-    keys_ = tile.visible_keys(params, row_);
-    mask_ = tile.mask_row(params, row_);
+    place_ = tile.place_row(params, row_);
+    keys_ = tile.visible_keys(params, place_.token);
+    mask_ = tile.mask_row(params, place_.token);
   }
 
   // Takes in the keys from first_key on, whose tiles are in shared memory.
@@ -106,9 +107,9 @@ class PrefillScalarRow {
   __device__ void store() const {
     if (row_ >= tile_.num_rows) return;
     const AttentionParams& attn = params_.attn;
-    const SoftmaxTotal total(state_.max, state_.sum, tile_.sink(params_, row_));
+    const SoftmaxTotal total(state_.max, state_.sum, sink_of(params_, place_.head));
     const float share = state_.empty() ? 0.0f : total.share(state_.max, state_.sum);
-    T* out = static_cast<T*>(attn.out) + tile_.out_offset(params_, row_);
+    T* out = static_cast<T*>(attn.out) + tile_.out_offset(params_, place_);
 #pragma unroll
     for (int n = 0; n < Shape::kLaneVectors; ++n) {
       const int at = (sub_ + n * Shape::kRowLanes) * 4;
@@ -118,7 +119,7 @@ class PrefillScalarRow {
         out[at + j] = from_float<T>(state_.empty() ? 0.0f : out_[n][j] / state_.sum * share);
       }
     }
-    if (sub_ == 0 && attn.lse != nullptr) attn.lse[tile_.lse_offset(params_, row_)] = total.lse;
+    if (sub_ == 0 && attn.lse != nullptr) attn.lse[tile_.lse_offset(params_, place_)] = total.lse;
   }
 
  private:
@@ -170,6 +171,7 @@ class PrefillScalarRow {
   const PrefillTile& tile_;
   const int row_;
   const int sub_;  // lane among those of the row
+  PrefillRow place_{0, 0};
   KeyRange keys_{0, 0};
   const uint8_t* mask_ = nullptr;
   SoftmaxState state_;
@@ -195,7 +197,8 @@ __global__ void __launch_bounds__(PrefillScalarShape<D>::kThreads)
     const int column = e - row * D;
     q_tile[row * Shape::kStride + column] =
         row < tile.num_rows
-            ? to_float(static_cast<const T*>(attn.q)[tile.q_offset(params, row) + column])
+            ? to_float(static_cast<const T*>(
+                  attn.q)[tile.q_offset(params, tile.place_row(params, row)) + column])
             : 0.0f;
   }
   const T* k = static_cast<const T*>(attn.k) + tile.kv_head * attn.k_stride_head;
@@ -207,7 +210,10 @@ __global__ void __launch_bounds__(PrefillScalarShape<D>::kThreads)
     k += tile.request * attn.k_stride_batch;
     v += tile.request * attn.v_stride_batch;
   }
-  const KeyRange keys = RowsKeys(params, tile, 0, tile.num_rows - 1).any;
+  const KeyRange keys =
+      RowsKeys(params, tile, tile.visible_keys(params, tile.place_row(params, 0).token),
+               tile.visible_keys(params, tile.place_row(params, tile.num_rows - 1).token))
+          .any;
   PrefillScalarRow<T, D> row(params, tile);
   for (int key = keys.begin / Shape::kTileKeys * Shape::kTileKeys; key < keys.end;
        key += Shape::kTileKeys) {

@@ -47,21 +47,14 @@ class PrefillMmaWarp {
   using Scores = float[kMTiles][kKeyTiles][4];
 
  public:
-  __device__ PrefillMmaWarp(const PrefillKernelParams& params, const PrefillTile& tile,
-                            uint32_t q_shared, const KeyRange* row_keys)
+  __device__ PrefillMmaWarp(const PrefillKernelParams& params, const PrefillBlock<D, kWide>& block,
+                            uint32_t q_shared)
       : params_(params),
-        tile_(tile),
-        lane_(static_cast<int>(threadIdx.x) % kWarpSize),
-        warp_row_(static_cast<int>(threadIdx.x) / kWarpSize * Shape::kWarpRows),
+        block_(block),
         q_shared_(q_shared),
-        row_keys_(row_keys) {
-    scale_log2_ = kGeneral ? kLog2e : params.attn.scale * kLog2e;
-    const int last = min(warp_row_ + Shape::kWarpRows, tile.num_rows) - 1;
-    if (last < warp_row_) return;
-    const RowsKeys keys(params, tile, warp_row_, last);
-    any_ = keys.any;
-    if (!kGeneral || params.attn.mask == nullptr) all_ = keys.all;
-  }
+        lane_(static_cast<int>(threadIdx.x % kWarpSize)),
+        warp_(static_cast<int>(threadIdx.x / kWarpSize)),
+        all_(block.rows_keys(params, warp_ * Shape::kWarpRows, Shape::kWarpRows).all) {}
 
   // Takes the queries, which this warp has brought to its rows of shared memory, to registers.
   __device__ void take_q() {
@@ -69,7 +62,7 @@ class PrefillMmaWarp {
 #pragma unroll
       for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
-        for (int step = 0; step < D / 16; ++step) load_q(m, step, q_[m][step]);
+        for (int step = 0; step < D / 16; ++step) load_q(m, step, q_[step][m]);
       }
     }
   }
@@ -90,26 +83,37 @@ class PrefillMmaWarp {
     }
   }
 
-  // Takes in a tile of keys and values.
-  __device__ void add_tile(uint32_t k_tile, uint32_t v_tile, int first_key) {
-    if (first_key >= any_.end || first_key + kTileKeys <= any_.begin) return;
+  // Takes in a tile of keys and values. `meanwhile` is called while the matrix units are busy.
+  template <class Fn>
+  __device__ void add_tile(uint32_t k_tile, uint32_t v_tile, int first_key, Fn&& meanwhile) {
+    const bool all = first_key >= all_.begin && first_key + kTileKeys <= all_.end;
+    if (!all) [[unlikely]] {
+      const KeyRange any =
+          block_.rows_keys(params_, warp_ * Shape::kWarpRows, Shape::kWarpRows).any;
+      if (first_key >= any.end || first_key + kTileKeys <= any.begin) {
+        meanwhile();
+        return;
+      }
+    }
     Scores scores;
     score(k_tile, scores);
+    meanwhile();
     if constexpr (kGeneral) {
       for_each_score(scores, [&](float& s) { s = logit(params_.attn, s); });
     }
-    if (first_key < all_.begin || first_key + kTileKeys > all_.end) hide(first_key, scores);
+    if (!all) [[unlikely]]
+      hide(first_key, scores);
     update_softmax(scores);
     add_values(v_tile, scores);
   }
 
-  // Adds the values of a tile that are not finite to the rows that see them, outside of the matrix
-  // products. What is left of the tile must then be cleared of them.
-  __device__ void add_wild_values(uint32_t v_tile, int first_key) {
-    for (int k = 0; k < kTileKeys; ++k) {
+  // Adds the values of a stage that are not finite to the rows that see them, outside of the matrix
+  // products. What is left of the stage must then be cleared of them.
+  __device__ void add_wild_values(uint32_t values, int first_key) {
+    for (int k = 0; k < Shape::kStageKeys; ++k) {
 #pragma unroll
       for (int n = 0; n < D / 8; ++n) {
-        const uint32_t pair = load_shared_u32(v_tile + k * kRowBytes +
+        const uint32_t pair = load_shared_u32(values + k * kRowBytes +
                                               swizzled_chunk<kChunks>(k, n) * 16 + (lane_ % 4) * 4);
         const uint32_t wild[2] = {is_wild<T>(pair) ? pair & 0xffffu : 0,
                                   is_wild<T>(pair >> 16) ? pair >> 16 : 0};
@@ -149,12 +153,13 @@ class PrefillMmaWarp {
         const int row = local_row(m, half);
         const float sum = group_sum<4>(sum_[m][half]);
         float factor = 0.0f;
-        if (row < tile_.num_rows) {
+        if (row < block_.tile.num_rows) {
+          const PrefillRow place = block_.tile.place_row(params_, row);
           const float max = reference_[m][half] * kLn2;
-          const SoftmaxTotal total(max, sum, tile_.sink(params_, row));
+          const SoftmaxTotal total(max, sum, sink_of(params_, place.head));
           if (sum != 0.0f) factor = total.share(max, sum) / sum;
           if (lane_ % 4 == 0 && params_.attn.lse != nullptr) {
-            params_.attn.lse[tile_.lse_offset(params_, row)] = total.lse;
+            params_.attn.lse[block_.tile.lse_offset(params_, place)] = total.lse;
           }
         }
 #pragma unroll
@@ -169,15 +174,18 @@ class PrefillMmaWarp {
   }
 
  private:
+  // From a score to an exponent of two.
+  __device__ float scale_log2() const { return kGeneral ? kLog2e : params_.scale_log2; }
+
   // Row of the block's tile that element pair `half` of this lane belongs to.
   __device__ int local_row(int m, int half) const {
-    return warp_row_ + m * 16 + half * 8 + lane_ / 4;
+    return warp_ * Shape::kWarpRows + m * 16 + half * 8 + lane_ / 4;
   }
 
   __device__ bool sees(int row, int key) const {
-    if (key < row_keys_[row].begin || key >= row_keys_[row].end) return false;
+    if (key < block_.row_keys[row].begin || key >= block_.row_keys[row].end) return false;
     if constexpr (!kGeneral) return true;
-    const uint8_t* mask = tile_.mask_row(params_, row);
+    const uint8_t* mask = block_.tile.mask_row(params_, block_.tile.place_row(params_, row).token);
     return mask == nullptr || mask[key * params_.attn.mask_stride_kv] != 0;
   }
 
@@ -199,31 +207,46 @@ class PrefillMmaWarp {
     return tile + row * kRowBytes + swizzled_chunk<kChunks>(row, chunk) * 16;
   }
 
+  __device__ void load_q_step(int step) {
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) load_q(m, step, q_[step % Shape::kQSteps][m]);
+  }
+
   __device__ void load_q(int m, int step, uint32_t (&fragment)[4]) const {
-    const uint32_t first = matrix_address(q_shared_, warp_row_ + (lane_ & 15), lane_ >> 4);
+    const uint32_t first =
+        matrix_address(q_shared_, warp_ * Shape::kWarpRows + (lane_ & 15), lane_ >> 4);
     ldmatrix_x4(fragment, advance_chunks<kChunks>(first, step * 2) + m * 16 * kRowBytes);
   }
 
-  // Raw products of the warp's rows with a tile of keys.
+  // Raw products of the warp's rows with a tile of keys. Fragments are loaded one group of matrix
+  // instructions ahead of their use.
   __device__ void score(uint32_t k_tile, Scores& scores) {
+    constexpr int kSteps = D / 16;
+    constexpr int kPairs = kKeyTiles / 2;
     for_each_score(scores, [](float& s) { s = 0.0f; });
     const uint32_t first = matrix_address(k_tile, (lane_ & 7) + (lane_ >> 4) * 8, (lane_ >> 3) & 1);
+    const auto load_keys = [&](int index, uint32_t(&fragment)[4]) {
+      ldmatrix_x4(fragment, advance_chunks<kChunks>(first, index / kPairs * 2) +
+                                index % kPairs * (16 * kRowBytes));
+    };
+    uint32_t keys[2][4];
+    load_keys(0, keys[0]);
+    if constexpr (Shape::kSharedQ) load_q_step(0);
 #pragma unroll
-    for (int step = 0; step < D / 16; ++step) {
-      const uint32_t keys = advance_chunks<kChunks>(first, step * 2);
-      if constexpr (Shape::kSharedQ) {
+    for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
-        for (int m = 0; m < kMTiles; ++m) load_q(m, step, q_[m][0]);
-      }
-#pragma unroll
-      for (int n = 0; n < kKeyTiles; n += 2) {
-        uint32_t b[4];
-        ldmatrix_x4(b, keys + n * 8 * kRowBytes);
+      for (int pair = 0; pair < kPairs; ++pair) {
+        const int index = step * kPairs + pair;
+        if (index + 1 < kSteps * kPairs) load_keys(index + 1, keys[(index + 1) % 2]);
+        if constexpr (Shape::kSharedQ) {
+          if (pair == 0 && step + 1 < kSteps) load_q_step(step + 1);
+        }
+        const uint32_t(&b)[4] = keys[index % 2];
 #pragma unroll
         for (int m = 0; m < kMTiles; ++m) {
-          const uint32_t(&q)[4] = q_[m][Shape::kSharedQ ? 0 : step];
-          mma_m16n8k16<T>(scores[m][n], q, b[0], b[1]);
-          mma_m16n8k16<T>(scores[m][n + 1], q, b[2], b[3]);
+          const uint32_t(&q)[4] = q_[step % Shape::kQSteps][m];
+          mma_m16n8k16<T>(scores[m][pair * 2], q, b[0], b[1]);
+          mma_m16n8k16<T>(scores[m][pair * 2 + 1], q, b[2], b[3]);
         }
       }
     }
@@ -232,7 +255,7 @@ class PrefillMmaWarp {
   // Bit n * 2 + i: whether the mask keeps this lane's key i of the n-th eight from first_key on, of
   // those in `keys`.
   __device__ unsigned mask_bits(int row, KeyRange keys, int first_key) const {
-    const uint8_t* mask = tile_.mask_row(params_, row);
+    const uint8_t* mask = block_.tile.mask_row(params_, block_.tile.place_row(params_, row).token);
     if (mask == nullptr) return kFullWarp;
     unsigned bits = 0;
 #pragma unroll 1
@@ -251,7 +274,7 @@ class PrefillMmaWarp {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = local_row(m, half);
-        const KeyRange keys = row_keys_[row];
+        const KeyRange keys = block_.row_keys[row];
         const unsigned kept = kGeneral ? mask_bits(row, keys, first_key) : 0;
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) {
@@ -280,7 +303,7 @@ class PrefillMmaWarp {
         for (int n = 0; n < kKeyTiles; ++n) {
           highest = fmaxf(highest, fmaxf(scores[m][n][half * 2], scores[m][n][half * 2 + 1]));
         }
-        highest = group_max<4>(highest) * scale_log2_;
+        highest = group_max<4>(highest) * scale_log2();
         const float before = reference_[m][half];
         const bool move = highest > before + kLazyRescale;
         const float reference = move ? highest : before;
@@ -294,7 +317,7 @@ class PrefillMmaWarp {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float& weight = scores[m][n][half * 2 + i];
-            weight = exp2_approx(fmaf(weight, scale_log2_, -shift));
+            weight = exp2_approx(fmaf(weight, scale_log2(), -shift));
             sum += weight;
           }
         }
@@ -311,9 +334,17 @@ class PrefillMmaWarp {
   }
 
   __device__ void add_values(uint32_t v_tile, const Scores& scores) {
+    constexpr int kSteps = kTileKeys / 16;
+    constexpr int kPairs = D / 16;
     const uint32_t first = matrix_address(v_tile, lane_ & 15, lane_ >> 4);
+    const auto load_values = [&](int index, uint32_t(&fragment)[4]) {
+      ldmatrix_x4_trans(fragment, advance_chunks<kChunks>(first, index % kPairs * 2) +
+                                      index / kPairs * (16 * kRowBytes));
+    };
+    uint32_t values[2][4];
+    load_values(0, values[0]);
 #pragma unroll
-    for (int step = 0; step < kTileKeys / 16; ++step) {
+    for (int step = 0; step < kSteps; ++step) {
       uint32_t weights[kMTiles][4];
 #pragma unroll
       for (int m = 0; m < kMTiles; ++m) {
@@ -325,28 +356,26 @@ class PrefillMmaWarp {
         weights[m][3] = pack2<T>(high[2], high[3]);
       }
 #pragma unroll
-      for (int n = 0; n < D / 8; n += 2) {
-        uint32_t b[4];
-        ldmatrix_x4_trans(b, advance_chunks<kChunks>(first, n) + step * 16 * kRowBytes);
+      for (int pair = 0; pair < kPairs; ++pair) {
+        const int index = step * kPairs + pair;
+        if (index + 1 < kSteps * kPairs) load_values(index + 1, values[(index + 1) % 2]);
+        const uint32_t(&b)[4] = values[index % 2];
 #pragma unroll
         for (int m = 0; m < kMTiles; ++m) {
-          mma_m16n8k16<T>(out_[m][n], weights[m], b[0], b[1]);
-          mma_m16n8k16<T>(out_[m][n + 1], weights[m], b[2], b[3]);
+          mma_m16n8k16<T>(out_[m][pair * 2], weights[m], b[0], b[1]);
+          mma_m16n8k16<T>(out_[m][pair * 2 + 1], weights[m], b[2], b[3]);
         }
       }
     }
   }
 
   const PrefillKernelParams& params_;
-  const PrefillTile& tile_;
-  const int lane_;
-  const int warp_row_;  // first row of the warp within the block's tile
+  const PrefillBlock<D, kWide>& block_;
   const uint32_t q_shared_;
-  const KeyRange* const row_keys_;  // [kRows]; empty past the tile's rows
-  KeyRange any_{0, 0};              // keys that some row of the warp may see
-  KeyRange all_{0, 0};              // keys that every row sees
-  float scale_log2_;                // from a score to an exponent of two
-  uint32_t q_[kMTiles][Shape::kSharedQ ? 1 : D / 16][4];
+  const int lane_;
+  const int warp_;
+  const KeyRange all_;  // keys that every row of the warp sees
+  uint32_t q_[Shape::kQSteps][kMTiles][4];
   float out_[kMTiles][D / 8][4];
   float reference_[kMTiles][2];
   float sum_[kMTiles][2];  // of this lane's columns only
@@ -357,64 +386,73 @@ __global__ void __launch_bounds__(PrefillMmaShape<D, kWide>::kThreads,
                                   PrefillMmaShape<D, kWide>::kBlocksPerSm)
     attn_prefill_split_q_mma_kernel(const __grid_constant__ PrefillKernelParams params) {
   using Shape = PrefillMmaShape<D, kWide>;
+  constexpr int kTileKeys = Shape::kTileKeys;
+  constexpr int kStageKeys = Shape::kStageKeys;
   constexpr int kStages = Shape::kStages;
+  constexpr int kAhead = kStages - 1;  // stages under way
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  __shared__ KeyRange row_keys[Shape::kRows];
-  __shared__ const unsigned char* row_addresses[Shape::kThreads];
+  __shared__ PrefillBlock<D, kWide> block;
   allow_next_grid();
   wait_for_previous_grid();
-  // In shared memory, for the few who ask, to leave the registers to the loop.
-  __shared__ PrefillTile tile;
-  if (threadIdx.x < kWarpSize) {
-    const PrefillTile found(params, Shape::kRows);
-    if (threadIdx.x == 0) tile = found;
-  }
-  __syncthreads();
-  if (tile.num_rows == 0) return;
+  if (!block.set(params)) return;
 
   const uint32_t stages = shared_address(shared_memory) + (Shape::kSharedQ ? Shape::kQBytes : 0);
+  const auto stage = [&](int index) { return stages + index % kStages * Shape::kStageBytes; };
   // Queries on their way to registers pass through the stage that is filled last.
-  const uint32_t q_shared =
-      Shape::kSharedQ ? shared_address(shared_memory) : stages + (kStages - 1) * Shape::kStageBytes;
-  load_q_rows<T, D, kWide>(params, tile, q_shared);
+  const uint32_t q_shared = Shape::kSharedQ ? shared_address(shared_memory) : stage(kAhead);
+  load_q_rows<T, D, kWide>(params, block, q_shared);
   cp_async_commit();
-  const KeyRange keys = RowsKeys(params, tile, 0, tile.num_rows - 1).any;
-  PrefillTileLoader<D, kWide> loader(params, tile, keys, stages, row_addresses);
-  for (int row = static_cast<int>(threadIdx.x); row < Shape::kRows; row += Shape::kThreads) {
-    row_keys[row] = row < tile.num_rows ? tile.visible_keys(params, row) : KeyRange{0, 0};
-  }
-  PrefillMmaWarp<T, D, kWide, kGeneral> warp(params, tile, q_shared, row_keys);
-  cp_async_wait<0>();
-  __syncwarp();
-  warp.take_q();
+  const KeyRange keys = block.rows_keys(params, 0, Shape::kRows).any;
+  PrefillLoader<D, kWide> loader(params, block, keys);
+  PrefillMmaWarp<T, D, kWide, kGeneral> warp(params, block, q_shared);
 
   // A second time, carefully, when a value that is not finite may have reached rows that do not
   // see it.
   for (bool careful = false;; careful = true) {
+    int first_key = keys.begin / kStageKeys * kStageKeys;
+    loader.find_page(first_key);
+    loader.find_rows(first_key);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      loader.find_page(first_key + (i + 1) * kStageKeys);
+      loader.copy(stage(i));
+      loader.find_rows(first_key + (i + 1) * kStageKeys);
+    }
+    if (!careful) {
+      cp_async_wait<kAhead>();
+      __syncwarp();
+      warp.take_q();
+    }
     warp.reset();
-    loader.start();
-    for (int index = 0; index < loader.num_tiles(); ++index) {
+    for (int index = 0; first_key < keys.end; ++index, first_key += kStageKeys) {
       cp_async_wait<kStages - 2>();
-      __syncthreads();  // the tile is here, and the one before it has been used
-      loader.load_next();
-      const uint32_t k_tile = loader.tile_address(index);
-      const int first_key = loader.first_key(index);
-      if (careful) {
-        warp.add_wild_values(k_tile + Shape::kTileBytes, first_key);
+      __syncthreads();  // the stage is here, and the one before it has been used
+      loader.copy(stage(index + kAhead));
+      const int next_key = first_key + (kAhead + 1) * kStageKeys;
+      loader.find_page(next_key);
+      const uint32_t k_stage = stage(index);
+      const uint32_t v_stage = k_stage + Shape::kKeysBytes;
+      if (careful) [[unlikely]] {
+        warp.add_wild_values(v_stage, first_key);
         __syncthreads();
-        clear_wild_values<T, D, kWide>(k_tile + Shape::kTileBytes);
+        clear_wild_values<T, D, kWide>(v_stage);
         __syncthreads();
       }
-      warp.add_tile(k_tile, k_tile + Shape::kTileBytes, first_key);
+      warp.add_tile(k_stage, v_stage, first_key, [&] { loader.find_rows(next_key); });
+      if constexpr (Shape::kStageTiles == 2) {
+        warp.add_tile(k_stage + Shape::kTileBytes, v_stage + Shape::kTileBytes,
+                      first_key + kTileKeys, [] {});
+      }
     }
-    // Also the barrier before shared memory takes the results.
+    // Also the barrier before shared memory takes other things.
     const bool again = __syncthreads_or(warp.not_finite()) != 0;
     if (careful || !again) break;
   }
   // Rows of shared memory that only this warp writes and reads from here on.
-  warp.finish(Shape::kSharedQ ? q_shared : stages);
+  const uint32_t results = Shape::kSharedQ ? q_shared : stages;
+  warp.finish(results);
   __syncwarp();
-  store_rows<T, D, kWide>(params, tile, Shape::kSharedQ ? q_shared : stages);
+  store_rows<T, D, kWide>(params, block, results);
 }
 
 }  // namespace astrai::kernels

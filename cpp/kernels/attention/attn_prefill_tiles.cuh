@@ -71,6 +71,11 @@ __device__ inline TilePlace find_ragged_tile(const PrefillKernelParams& params, 
   return {-1, 0};
 }
 
+struct PrefillRow {
+  int token;  // within the request
+  int head;   // query head
+};
+
 // The block's rows and their request.
 struct PrefillTile {
   int64_t request;
@@ -116,76 +121,71 @@ struct PrefillTile {
     position = offset != kNotCausal ? offset : kv_len - q_len;
   }
 
-  __device__ int token(const PrefillKernelParams& params, int row) const {
-    return (first_row + row) / params.group_size;
+  // Token and query head of a row.
+  __device__ PrefillRow place_row(const PrefillKernelParams& params, int row) const {
+    const int token = (first_row + row) / params.group_size;
+    const int member = first_row + row - token * params.group_size;
+    return {token, kv_head * params.group_size + member};
   }
 
-  // Keys that a row sees, apart from what a mask drops; begin <= end.
-  __device__ KeyRange visible_keys(const PrefillKernelParams& params, int row) const {
+  // Keys that a token's rows see, apart from what a mask drops; begin <= end.
+  __device__ KeyRange visible_keys(const PrefillKernelParams& params, int token) const {
     const AttentionParams& attn = params.attn;
-    const int row_token = token(params, row);
-    const int64_t at = position + row_token;
+    const int64_t at = position + token;
     int64_t end = kv_len;
     if (causal) end = min(end, at + 1);
-    if (attn.mask != nullptr) end = row_token < attn.mask_q_len ? min(end, attn.mask_kv_len) : 0;
+    if (attn.mask != nullptr) end = token < attn.mask_q_len ? min(end, attn.mask_kv_len) : 0;
     end = max(end, int64_t{0});
     int64_t begin = attn.window > 0 ? max(int64_t{0}, at - attn.window + 1) : 0;
     begin = min(begin, end);
     return {static_cast<int>(begin), static_cast<int>(end)};
   }
 
-  // The mask's row of a tile's row; null without a mask.
-  __device__ const uint8_t* mask_row(const PrefillKernelParams& params, int row) const {
+  // The mask's row of a token; null without a mask.
+  __device__ const uint8_t* mask_row(const PrefillKernelParams& params, int token) const {
     const AttentionParams& attn = params.attn;
     if (attn.mask == nullptr) return nullptr;
-    return attn.mask + request * attn.mask_stride_batch + token(params, row) * attn.mask_stride_q;
+    return attn.mask + request * attn.mask_stride_batch + token * attn.mask_stride_q;
   }
 
-  // Where a row lies in q or out: `stride_*` are that tensor's.
-  __device__ int64_t row_offset(const PrefillKernelParams& params, int row, int64_t stride_batch,
-                                int64_t stride_token, int64_t stride_head) const {
-    const int row_token = token(params, row);
-    const int head =
-        kv_head * params.group_size + (first_row + row - row_token * params.group_size);
-    return request * stride_batch + (q_begin + row_token) * stride_token + head * stride_head;
-  }
-  __device__ int64_t q_offset(const PrefillKernelParams& params, int row) const {
+  // Where a row lies in q, out and lse.
+  __device__ int64_t q_offset(const PrefillKernelParams& params, PrefillRow row) const {
     const AttentionParams& attn = params.attn;
-    return row_offset(params, row, attn.q_stride_batch, attn.q_stride_token, attn.q_stride_head);
+    return request * attn.q_stride_batch + (q_begin + row.token) * attn.q_stride_token +
+           row.head * attn.q_stride_head;
   }
-  __device__ int64_t out_offset(const PrefillKernelParams& params, int row) const {
+  __device__ int64_t out_offset(const PrefillKernelParams& params, PrefillRow row) const {
     const AttentionParams& attn = params.attn;
-    return row_offset(params, row, attn.out_stride_batch, attn.out_stride_token,
-                      attn.out_stride_head);
+    return request * attn.out_stride_batch + (q_begin + row.token) * attn.out_stride_token +
+           row.head * attn.out_stride_head;
   }
-  __device__ int64_t lse_offset(const PrefillKernelParams& params, int row) const {
+  __device__ int64_t lse_offset(const PrefillKernelParams& params, PrefillRow row) const {
     const AttentionParams& attn = params.attn;
-    return row_offset(params, row, attn.lse_stride_batch, attn.lse_stride_token,
-                      attn.lse_stride_head);
-  }
-  // A row's further logit, -inf for none.
-  __device__ float sink(const PrefillKernelParams& params, int row) const {
-    if (params.attn.sinks == nullptr) return -INFINITY;
-    return params.attn.sinks[kv_head * params.group_size + (first_row + row) % params.group_size];
+    return request * attn.lse_stride_batch + (q_begin + row.token) * attn.lse_stride_token +
+           row.head * attn.lse_stride_head;
   }
 };
 
-// Union and intersection of the ranges of rows [first, last]. Both ends of a range rise with the
-// row, except that a mask with fewer rows than the batch ends the last ones at 0.
+// A head's further logit, -inf for none.
+__device__ inline float sink_of(const PrefillKernelParams& params, int head) {
+  return params.attn.sinks == nullptr ? -INFINITY : params.attn.sinks[head];
+}
+
+// What a run of rows sees: keys that some row may see, and keys that every row sees. Both ends of a
+// row's range rise with the row, except that a mask with fewer rows than the batch ends the last
+// ones at 0.
 struct RowsKeys {
   KeyRange any;
   KeyRange all;
 
-  __device__ RowsKeys(const PrefillKernelParams& params, const PrefillTile& tile, int first,
-                      int last) {
-    const KeyRange head = tile.visible_keys(params, first);
-    const KeyRange tail = tile.visible_keys(params, last);
-    all = {max(head.begin, tail.begin), min(head.end, tail.end)};
-    any = {min(head.begin, tail.begin), max(head.end, tail.end)};
-    const int64_t mask_q_len = params.attn.mask_q_len;
-    if (params.attn.mask != nullptr && tile.token(params, last) >= mask_q_len) {
-      any.end = tile.kv_len;  // rows between may see more than both ends
-    }
+  // From what the first and the last row see.
+  __device__ RowsKeys(const PrefillKernelParams& params, const PrefillTile& tile, KeyRange first,
+                      KeyRange last)
+      : any{min(first.begin, last.begin), max(first.end, last.end)},
+        all{max(first.begin, last.begin), min(first.end, last.end)} {
+    if (params.attn.mask == nullptr) return;
+    all = {0, 0};
+    if (last.end == 0) any.end = tile.kv_len;  // rows between may see more than both ends
   }
 };
 
