@@ -248,6 +248,21 @@ class PrefillLoader {
         lane_(threadIdx.x % kWarpSize),
         warp_(threadIdx.x / kWarpSize) {}
 
+  // Starts with the stage that begins with first_key: all but one of the kStages are on their way
+  // after it, and the next one's rows are found. stage(i) is the address of the i-th.
+  template <class StageFn>
+  __device__ void start(int first_key, StageFn&& stage) {
+    find_page(first_key);
+    find_rows(first_key);
+#pragma unroll
+    for (int i = 0; i < Shape::kStages - 1; ++i) {
+      const int next_key = first_key + (i + 1) * Shape::kStageKeys;
+      find_page(next_key);
+      copy(stage(i));
+      find_rows(next_key);
+    }
+  }
+
   // Looks up the page of this lane's key of the stage that begins with first_key.
   __device__ void find_page(int first_key) {
     const int key = own_key(first_key);

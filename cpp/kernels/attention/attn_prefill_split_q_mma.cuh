@@ -410,14 +410,7 @@ __global__ void __launch_bounds__(PrefillMmaShape<D, kWide>::kThreads,
   // see it.
   for (bool careful = false;; careful = true) {
     int first_key = keys.begin / kStageKeys * kStageKeys;
-    loader.find_page(first_key);
-    loader.find_rows(first_key);
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      loader.find_page(first_key + (i + 1) * kStageKeys);
-      loader.copy(stage(i));
-      loader.find_rows(first_key + (i + 1) * kStageKeys);
-    }
+    loader.start(first_key, stage);
     if (!careful) {
       cp_async_wait<kAhead>();
       __syncwarp();
