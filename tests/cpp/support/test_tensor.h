@@ -226,6 +226,9 @@ class TestTensor {
       case DType::kFloat32:
         slot<float>(at) = static_cast<float>(value);
         break;
+      case DType::kFloat64:
+        slot<double>(at) = value;
+        break;
       case DType::kFloat16:
         slot<fp16>(at) = from_float<fp16>(static_cast<float>(value));
         break;
@@ -249,6 +252,8 @@ class TestTensor {
     switch (dtype_) {
       case DType::kFloat32:
         return slot<float>(at);
+      case DType::kFloat64:
+        return slot<double>(at);
       case DType::kFloat16:
         return to_float(slot<fp16>(at));
       case DType::kBFloat16:
