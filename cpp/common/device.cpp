@@ -1,7 +1,7 @@
 #include "common/device.h"
 
 #include <algorithm>
-#include <sstream>
+#include <string_view>
 
 #include "common/check.h"
 
@@ -42,8 +42,14 @@ std::string missing_code_reason(const CudaDeviceFacts& device,
 
 std::vector<std::string> cuda_architectures() {
   std::vector<std::string> result;
-  std::istringstream list(ASTRAI_CUDA_ARCHITECTURES);
-  for (std::string entry; std::getline(list >> std::ws, entry, ',');) result.push_back(entry);
+  // As CMake joined them.
+  constexpr std::string_view kSeparator = ", ";
+  std::string_view rest = ASTRAI_CUDA_ARCHITECTURES;
+  while (!rest.empty()) {
+    const size_t end = std::min(rest.find(kSeparator), rest.size());
+    result.emplace_back(rest.substr(0, end));
+    rest.remove_prefix(std::min(end + kSeparator.size(), rest.size()));
+  }
   return result;
 }
 

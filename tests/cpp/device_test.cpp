@@ -30,6 +30,9 @@ TEST(MissingCodeReason, NamesTheDeviceAndWhatWasBuilt) {
 
 TEST(CudaUnavailableReason, AgreesWithTheBuildAndTheDriver) {
   EXPECT_EQ(cuda_architectures().empty(), !built_with_cuda());
+  for (const std::string& architecture : cuda_architectures()) {
+    EXPECT_EQ(architecture.find_first_not_of("0123456789af"), std::string::npos) << architecture;
+  }
   EXPECT_FALSE(cuda_unavailable_reason(cuda_device_count()).empty());
   if (!built_with_cuda()) {
     EXPECT_NE(cuda_unavailable_reason(0).find("configured without CUDA"), std::string::npos);
