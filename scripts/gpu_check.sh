@@ -68,7 +68,7 @@ if [ $python = 1 ]; then
   echo "== pytest -m gpu"
   status=0
   PYTHONPATH=python python3 -m pytest -q -m gpu tests/python >"$out/pytest.log" 2>&1 || status=$?
-  tail -n 3 "$out/pytest.log"
+  grep -E '^(FAILED|ERROR)|Fatal Python error|passed|failed' "$out/pytest.log" | tail -n 20 || true
   # 5: no test is marked for the GPU.
   if [ $status != 0 ] && [ $status != 5 ]; then failed=1; fi
 fi
