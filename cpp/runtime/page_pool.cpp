@@ -424,7 +424,7 @@ void PagePool::write_step(const InferenceWorkspace::StepArrays& out,
                 static_cast<size_t>(num_pages) * sizeof(int32_t));
     entry += num_pages;
     auto page = static_cast<size_t>(task.length / page_size_);
-    index_.forget(task.pages[page]);
+    index_.forget(task.pages[page]);  // it is written from here on; those after it are new
     int64_t offset = task.length % page_size_;
     for (int64_t position = task.length; position < kv_len; ++page, offset = 0) {
       const int64_t first_slot = task.pages[page] * page_size_;

@@ -15,8 +15,8 @@ namespace astrai::runtime {
 // costs time and nothing else. Prefixes under different salts share nothing.
 //
 // All arrays are as long as the pool and allocated once, the tokens' at the first page that comes
-// in; later only a salt that is new allocates. Knows
-// nothing of reference counts: PagePool says when a page gets other contents.
+// in; later only a salt that is new allocates. Knows nothing of reference counts: PagePool says
+// when a page gets other contents.
 //
 // Source: Zheng et al. 2023, "Efficiently Programming Large Language Models using SGLang"
 // (RadixAttention), arXiv:2312.07104, over pages as in Kwon et al. 2023, arXiv:2309.06180.

@@ -117,6 +117,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 def make_llm(tiny_model: LoadedModel) -> Iterator[Callable[..., LLM]]:
     """Makes engines over the tiny model; afterwards every page of every one must be free."""
     from astrai import LLM
+    from engine_checks import check_empty
 
     made: list[LLM] = []
 
@@ -127,8 +128,5 @@ def make_llm(tiny_model: LoadedModel) -> Iterator[Callable[..., LLM]]:
 
     yield make
     for llm in made:
-        stats = llm.stats()
-        assert (stats.waiting, stats.running) == (0, 0)
-        assert stats.free_pages == stats.num_pages
-        llm._core.scheduler.pool.check_integrity()
+        check_empty(llm)
         llm.close()

@@ -24,6 +24,7 @@ from astrai.sampling import SamplingParams
 from astrai.sampling.batch_info import SamplingRow
 from astrai.sampling.random import stream_key
 from astrai.sampling.sampler import Sampler
+from engine_checks import check_empty
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -284,10 +285,7 @@ def run_scenario(loaded: LoadedModel, scenario: Scenario) -> list[tuple[Arrival,
                 reader.read()
             pool.check_integrity()
             turn += 1
-        stats = llm.stats()
-        assert (stats.waiting, stats.running) == (0, 0)
-        assert stats.free_pages == stats.num_pages, "pages were lost"
-        pool.check_integrity()
+        check_empty(llm)
     return [(reader.arrival, reader.samples) for reader in readers]
 
 

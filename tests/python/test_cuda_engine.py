@@ -69,6 +69,7 @@ def wide_model(tiny_model):
 def make_pair(make_llm):
     """Engines over one model on the CPU and on the GPU."""
     from astrai import LLM
+    from engine_checks import check_empty
 
     made = []
 
@@ -80,10 +81,7 @@ def make_pair(make_llm):
 
     yield make
     for llm in made:
-        stats = llm.stats()
-        assert (stats.waiting, stats.running) == (0, 0)
-        assert stats.free_pages == stats.num_pages
-        llm._core.scheduler.pool.check_integrity()
+        check_empty(llm)
         llm.close()
 
 
