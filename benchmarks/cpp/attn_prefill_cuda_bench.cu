@@ -1,7 +1,8 @@
 // Causal prefill attention on one GPU: verifies each shape against the scalar kernel, then times
 // it.
 //
-//   attn_prefill_cuda_bench [--json FILE] [--quick] [--page-size N]... [--narrow | --wide]
+//   attn_prefill_cuda_bench [--json FILE] [--quick] [--page-size N]... [--narrow | --split |
+//   --wide]
 //                           [--shape I] [--point I]
 //
 // Page size 0 is the dense entry point; without --page-size it is timed, and page size 16 with
@@ -266,6 +267,8 @@ Options parse(int argc, char** argv) {
       options.quick = true;
     } else if (argument == "--narrow") {
       options.variant = kernels::PrefillVariant::kNarrow;
+    } else if (argument == "--split") {
+      options.variant = kernels::PrefillVariant::kSplit;
     } else if (argument == "--wide") {
       options.variant = kernels::PrefillVariant::kWide;
     } else if (argument == "--page-size") {

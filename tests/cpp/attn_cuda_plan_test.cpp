@@ -54,6 +54,16 @@ TEST(PlanDecode, AClusterSizeThatDoesNotFitIsNotUsed) {
   EXPECT_EQ(plan_decode(kBig, {.num_units = 8, .kv_len = 2048}, kUnlimited).cluster_size, 8);
 }
 
+TEST(PlanDecode, SplitsOfManyBytesAreNotInClusters) {
+  const auto cluster = [](int64_t kv_len, int64_t key_bytes) {
+    const DecodeBatch batch{.num_units = 4, .kv_len = kv_len, .key_bytes = key_bytes};
+    return plan_decode(kBig, batch, kUnlimited).cluster_size;
+  };
+  EXPECT_EQ(cluster(4096, 512), 16);   // 256 keys each, 128 KB
+  EXPECT_EQ(cluster(4096, 1024), 1);   // 256 KB
+  EXPECT_EQ(cluster(2048, 1024), 16);  // 128 KB again
+}
+
 TEST(PlanDecode, AFullDeviceIsNotSplit) {
   const DecodePlan plan = plan_decode(kBig, {.num_units = 512, .kv_len = 4096}, kUnlimited);
   EXPECT_EQ(plan.num_splits, 1);

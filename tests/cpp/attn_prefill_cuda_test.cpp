@@ -1,6 +1,6 @@
 // What only the CUDA prefill kernels promise: graphs that hold for other lengths, no allocation,
-// the same bits from both shapes of the tensor-core kernel. The numbers themselves are compared in
-// attn_prefill_test and attn_paged_prefill_test.
+// the same bits from the shapes of the tensor-core kernel that do not divide a row's keys. The
+// numbers themselves are compared in attn_prefill_test and attn_paged_prefill_test.
 #include <gtest/gtest.h>
 
 #include <vector>
@@ -176,7 +176,8 @@ void expect_replay_equals_eager(RaggedBatch& batch, kernels::AttentionOptions op
 
 TEST_F(AttnPrefillCuda, AGraphHoldsForOtherLengths) {
   for (DType dtype : {DType::kBFloat16, DType::kFloat32}) {
-    for (auto variant : {kernels::PrefillVariant::kNarrow, kernels::PrefillVariant::kWide}) {
+    for (auto variant : {kernels::PrefillVariant::kNarrow, kernels::PrefillVariant::kSplit,
+                         kernels::PrefillVariant::kWide}) {
       kernels::force_prefill_variant(variant);
       RaggedBatch batch(dtype, 150, 300, 64);
       kernels::AttentionOptions options;
@@ -199,8 +200,8 @@ TEST_F(AttnPrefillCuda, NothingIsAllocatedAndOneKernelRuns) {
   EXPECT_EQ(counters().launches, launches + 1);
 }
 
-// Which shape serves a batch depends on its size; what a row gets must not.
-TEST_F(AttnPrefillCuda, BothShapesGiveTheSameBits) {
+// Which of these shapes serves a batch depends on its size; what a row gets must not.
+TEST_F(AttnPrefillCuda, NarrowAndWideGiveTheSameBits) {
   for (DType dtype : {DType::kBFloat16, DType::kFloat16}) {
     for (int64_t head_dim : {32, 64, 80, 96, 128, 256}) {
       RaggedBatch batch(dtype, 150, 300, head_dim);
@@ -216,6 +217,27 @@ TEST_F(AttnPrefillCuda, BothShapesGiveTheSameBits) {
         EXPECT_EQ(results[0], results[1]) << dtype_name(dtype) << ", head_dim " << head_dim;
       }
     }
+  }
+}
+
+// num_splits 1: a row's bits do not depend on how much of the device the batch fills.
+TEST_F(AttnPrefillCuda, WithoutSplitsTheLaunchersChoiceGivesTheNarrowShapesBits) {
+  for (int64_t head_dim : {64, 128, 256}) {
+    RaggedBatch batch(DType::kBFloat16, 150, 300, head_dim);
+    batch.set_lens(kSteps[2].q_lens, kSteps[2].kv_lens);
+    const auto bits = [&](kernels::PrefillVariant variant, int64_t num_splits) {
+      kernels::force_prefill_variant(variant);
+      batch.poison_result();
+      kernels::AttentionOptions options;
+      options.num_splits = num_splits;
+      batch.prefill(options);
+      return batch.result();
+    };
+    const auto narrow = bits(kernels::PrefillVariant::kNarrow, 0);
+    EXPECT_EQ(bits(kernels::PrefillVariant::kAuto, 1), narrow) << "head_dim " << head_dim;
+    // A batch of this size is split otherwise: the comparison above would not notice if it were.
+    EXPECT_EQ(bits(kernels::PrefillVariant::kAuto, 0), bits(kernels::PrefillVariant::kSplit, 0));
+    EXPECT_NE(bits(kernels::PrefillVariant::kSplit, 0), narrow) << "head_dim " << head_dim;
   }
 }
 
@@ -265,7 +287,7 @@ TEST_F(AttnPrefillCuda, ManyRequestsFindTheirTiles) {
   const TensorView k_view = pages(k.upload());
   const TensorView v_view = pages(v.upload());
   for (auto variant : {kernels::PrefillVariant::kScalar, kernels::PrefillVariant::kNarrow,
-                       kernels::PrefillVariant::kWide}) {
+                       kernels::PrefillVariant::kSplit, kernels::PrefillVariant::kWide}) {
     kernels::force_prefill_variant(variant);
     TestTensor out(kGpu, DType::kBFloat16, {rows, 1, kDim}, Poison::kNan);
     const TensorView out_view = out.upload();

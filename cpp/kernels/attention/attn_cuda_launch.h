@@ -36,6 +36,7 @@ enum class PrefillVariant : uint8_t {
   kAuto,    // tensor cores where dtype and strides allow them
   kScalar,  // attn_prefill_split_q.cuh
   kNarrow,  // attn_prefill_split_q_mma.cuh in its narrow shape, where it can serve
+  kSplit,   // the same with two groups of warps for a row's keys, where that fits and can serve
   kWide,    // the same in its wide shape, where that is built, fits and can serve
 };
 

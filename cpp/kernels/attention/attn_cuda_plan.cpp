@@ -18,9 +18,11 @@ int64_t floor_power_of_two(int64_t value) {
 }
 
 // Keys of a split in a cluster: below, merging costs more than the shorter loop saves; above, a
-// second kernel costs less than the idle half of the device. Both on an H200, 2026-11.
+// second kernel costs less than the idle half of the device, and the sooner the longer its rows
+// take to load. All on an H200, 2026-11 and 2026-12.
 constexpr int64_t kMinClusterSplitKeys = 64;
 constexpr int64_t kMaxClusterSplitKeys = 256;
+constexpr int64_t kMaxClusterSplitBytes = 128 << 10;
 
 int64_t clusters_at_once(const DecodeDeviceFacts& device, int64_t size) {
   for (size_t i = 0; i < device.active_clusters.size(); ++i) {
@@ -60,7 +62,9 @@ DecodePlan plan_decode(const DecodeDeviceFacts& device, const DecodeBatch& batch
 
   const int64_t shortest = std::min(kMinClusterSplitKeys, device.block_tile_keys);
   const int64_t clustered = cluster_of_unit(device, batch, ceil_div(batch.kv_len, shortest));
-  if (clustered > 1 && ceil_div(batch.kv_len, clustered) <= kMaxClusterSplitKeys) {
+  const int64_t split_keys = ceil_div(batch.kv_len, clustered);
+  if (clustered > 1 && split_keys <= kMaxClusterSplitKeys &&
+      split_keys * batch.key_bytes <= kMaxClusterSplitBytes) {
     plan.num_splits = plan.cluster_size = clustered;
     plan.min_split_keys = shortest;
     return plan;

@@ -20,6 +20,7 @@ struct DecodeBatch {
   int64_t num_units = 1;   // requests x KV heads x tiles of a KV head's query heads
   int64_t kv_len = 0;      // keys of a typical request, from bounds known on the host
   int64_t max_kv_len = 0;  // keys of the longest request that the buffers can hold
+  int64_t key_bytes = 0;   // of one key and its value, of one KV head
 };
 
 struct DecodePlan {

@@ -83,7 +83,8 @@ DecodePlan make_plan(const AttentionParams& params, const DecodeLaunch& launch,
                      const DecodeDeviceFacts& facts, int64_t num_units) {
   const DecodeBatch batch{.num_units = num_units,
                           .kv_len = typical_kv_len(params),
-                          .max_kv_len = longest_kv_len(params, launch)};
+                          .max_kv_len = longest_kv_len(params, launch),
+                          .key_bytes = 2 * params.head_dim * dtype_bytes(params.dtype)};
   const int64_t max_partials =
       params.o_part == nullptr ? std::numeric_limits<int64_t>::max() : launch.partials_capacity;
   if (launch.fixed_split_keys > 0) {

@@ -26,7 +26,10 @@ struct AttentionOptions {
   // than they hold. Prefill, which is not split over KV, leaves them alone.
   const TensorView* o_part = nullptr;
   const TensorView* ml_part = nullptr;
-  int64_t num_splits = 0;  // 0 = choose; at most what the partials hold
+  // 0 = choose; at most what the partials hold. Prefill: 0 or 1; on CUDA 0 may divide a row's keys
+  // over two groups of warps where the batch leaves the device idle, which shows in the last bits,
+  // 1 never does.
+  int64_t num_splits = 0;
   // Decode only. > 0: splits of so many keys, a multiple of kFixedSplitUnit, so that a request's
   // result does not depend on what else is in the batch, bit for bit. 0 = the fastest splits. The
   // CPU's splits are always of the first kind.

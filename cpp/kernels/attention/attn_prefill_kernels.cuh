@@ -10,11 +10,11 @@
 
 namespace astrai::kernels {
 
-template <class T, int D, bool kWide, bool kGeneral>
+template <class T, int D, PrefillShape kShape, bool kGeneral>
 PrefillKernel prefill_mma_kernel() {
-  using Shape = PrefillMmaShape<D, kWide>;
+  using Shape = PrefillMmaShape<D, kShape>;
   return {.config = {.function = reinterpret_cast<const void*>(
-                         &attn_prefill_split_q_mma_kernel<T, D, kWide, kGeneral>),
+                         &attn_prefill_split_q_mma_kernel<T, D, kShape, kGeneral>),
                      .name = "attn_prefill_split_q_mma_kernel",
                      .threads = Shape::kThreads,
                      .shared_bytes = Shape::kSharedBytes},
@@ -33,11 +33,14 @@ PrefillKernelSet prefill_kernels(int64_t head_dim, bool general) {
                    .shared_bytes = Scalar::kSharedBytes},
         .rows = Scalar::kRows};
     if constexpr (!std::is_same_v<T, float>) {
-      set.narrow = general ? prefill_mma_kernel<T, D, false, true>()
-                           : prefill_mma_kernel<T, D, false, false>();
+      const auto kernel = [&]<PrefillShape kShape>() {
+        return general ? prefill_mma_kernel<T, D, kShape, true>()
+                       : prefill_mma_kernel<T, D, kShape, false>();
+      };
+      set.narrow = kernel.template operator()<PrefillShape::kNarrow>();
+      set.split = kernel.template operator()<PrefillShape::kSplit>();
       if constexpr (D <= kMaxWidePrefillHeadDim) {
-        set.wide = general ? prefill_mma_kernel<T, D, true, true>()
-                           : prefill_mma_kernel<T, D, true, false>();
+        set.wide = kernel.template operator()<PrefillShape::kWide>();
       }
     }
   });

@@ -16,7 +16,8 @@ struct PrefillKernel {
 struct PrefillKernelSet {
   PrefillKernel scalar;
   PrefillKernel narrow;  // tensor cores; null function for fp32
-  PrefillKernel wide;    // the same with twice the rows; null for the largest head dims
+  PrefillKernel split;   // the same with the keys of a row over two groups of warps
+  PrefillKernel wide;    // narrow with twice the rows; null for the largest head dims
 };
 
 // `general` for a mask, a softcap or a scale that is not positive: the tensor-core kernels of the

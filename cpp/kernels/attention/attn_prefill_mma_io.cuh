@@ -12,33 +12,48 @@ namespace astrai::kernels {
 // Largest head dim whose results fit a warp's registers for 32 rows.
 constexpr int kMaxWidePrefillHeadDim = 128;
 
-// Two block shapes. The wide one reads each fragment of a key or value once for 32 rows, half the
-// shared memory traffic for a matrix instruction, which is what limits 16 rows on large devices.
-// The narrow one has half the rows, for batches with few of them.
-template <int D, bool kWide>
+// The wide shape reads each fragment of a key or value once for 32 rows, half the shared memory
+// traffic for a matrix instruction, which is what limits 16 rows on large devices. The narrow one
+// has half the rows, for batches with few of them. The split one is narrow with twice the warps:
+// two groups share the rows, each has every other stage's keys in a pipeline of its own, and what
+// they found is merged at the end. A row is served in half the time, which is all that counts where
+// there are hardly more blocks than multiprocessors.
+enum class PrefillShape : uint8_t { kNarrow, kSplit, kWide };
+
+template <int D, PrefillShape kShape>
 struct PrefillMmaShape {
+  static constexpr bool kWide = kShape == PrefillShape::kWide;
   static_assert(!kWide || D <= kMaxWidePrefillHeadDim);
-  static constexpr int kWarps = 4;
+  static constexpr int kKeyGroups = kShape == PrefillShape::kSplit ? 2 : 1;
+  static constexpr int kGroupWarps = 4;
+  static constexpr int kGroupThreads = kGroupWarps * kWarpSize;
+  static constexpr int kWarps = kKeyGroups * kGroupWarps;
   static constexpr int kThreads = kWarps * kWarpSize;
   static constexpr int kMTiles = kWide ? 2 : 1;  // m16 tiles of a warp
   static constexpr int kWarpRows = kMTiles * 16;
-  static constexpr int kRows = kWarps * kWarpRows;
-  static constexpr int kTileKeys = D > 128 ? 32 : 64;  // the same in both shapes: see the kernel
+  static constexpr int kRows = kGroupWarps * kWarpRows;
+  static constexpr int kTileKeys = D > 128 ? 32 : 64;  // the same in every shape: see the kernel
   // Tiles that are loaded together: where rows are short, what comes once a load would weigh.
   static constexpr int kStageTiles = kWide && D <= 64 ? 2 : 1;
   static constexpr int kStageKeys = kStageTiles * kTileKeys;
+  static constexpr int kStrideKeys = kKeyGroups * kStageKeys;  // from a group's stage to its next
   static constexpr int kStages = kWide || D <= 64 ? 2 : 3;
   static constexpr bool kSharedQ = kWide && D > 64;      // else in registers
   static constexpr int kQSteps = kSharedQ ? 2 : D / 16;  // steps whose fragments registers hold
-  static constexpr int kBlocksPerSm = kWide ? (D <= 32 ? 3 : 2) : (D <= 64 ? 4 : 2);
+  // Fragments of keys or values in registers: one in use, the others on their way.
+  static constexpr int kFragments = kWide ? 2 : (kKeyGroups == 2 && D <= 64) ? 2 : 4;
+  static constexpr int kBlocksPerSm = kKeyGroups == 2          ? (D <= 64 ? 2 : 1)
+                                      : D <= (kWide ? 32 : 64) ? 3
+                                                               : 2;
   static constexpr int kChunks = D / 8;  // 16-byte chunks of a row
   static constexpr int kRowBytes = D * 2;
   static constexpr int kTileBytes = kTileKeys * kRowBytes;
   static constexpr int kKeysBytes = kStageKeys * kRowBytes;  // of a stage; as many values follow
   static constexpr int kStageBytes = 2 * kKeysBytes;
   static constexpr int kQBytes = kRows * kRowBytes;
-  static constexpr int kSharedBytes = kStages * kStageBytes + (kSharedQ ? kQBytes : 0);
-  static constexpr int kLoadRows = kStageKeys / kWarps;  // rows of keys that a warp loads
+  static constexpr int kGroupBytes = kStages * kStageBytes;
+  static constexpr int kSharedBytes = kKeyGroups * kGroupBytes + (kSharedQ ? kQBytes : 0);
+  static constexpr int kLoadRows = kStageKeys / kGroupWarps;  // rows of keys that a warp loads
   static_assert(kSharedQ || kQBytes <= kStageBytes, "queries pass through a stage");
   static_assert((kLoadRows * kChunks) % kWarpSize == 0);
   static_assert(kLoadRows == kWarpSize || 2 * kLoadRows <= kWarpSize, "a lane finds a row or two");
@@ -54,6 +69,12 @@ __device__ inline uint32_t load_shared_u32(uint32_t address) {
 
 __device__ inline void store_shared_u32(uint32_t address, uint32_t value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+__device__ inline void store_shared_u128(uint32_t address, uint4 value) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x),
+               "r"(value.y), "r"(value.z), "r"(value.w)
+               : "memory");
 }
 
 __device__ inline uint4 load_shared_u128(uint32_t address) {
@@ -83,12 +104,12 @@ __device__ inline bool is_wild<__half>(uint32_t bits) {
   return (bits & 0x7c00u) == 0x7c00u;
 }
 
-// Zeros in place of the values of a stage that are not finite. All threads of the block call it.
-template <class T, int D, bool kWide>
+// Zeros in place of the values of a stage that are not finite. All threads of the group call it.
+template <class T, int D, PrefillShape kShape>
 __device__ void clear_wild_values(uint32_t values) {
-  using Shape = PrefillMmaShape<D, kWide>;
-  for (int at = static_cast<int>(threadIdx.x) * 4; at < Shape::kKeysBytes;
-       at += Shape::kThreads * 4) {
+  using Shape = PrefillMmaShape<D, kShape>;
+  for (int at = static_cast<int>(threadIdx.x) % Shape::kGroupThreads * 4; at < Shape::kKeysBytes;
+       at += Shape::kGroupThreads * 4) {
     const uint32_t pair = load_shared_u32(values + at);
     const uint32_t low = is_wild<T>(pair) ? 0 : pair & 0xffffu;
     const uint32_t high = is_wild<T>(pair >> 16) ? 0 : pair & 0xffff0000u;
@@ -99,9 +120,9 @@ __device__ void clear_wild_values(uint32_t values) {
 // ---- what a block knows of its work --------------------
 
 // In shared memory, to leave the registers to the loop.
-template <int D, bool kWide>
+template <int D, PrefillShape kShape>
 struct PrefillBlock {
-  using Shape = PrefillMmaShape<D, kWide>;
+  using Shape = PrefillMmaShape<D, kShape>;
   PrefillTile tile;
   const unsigned char* base[2];     // of the request's and head's keys and values
   const int32_t* pages;             // of the request; null when dense
@@ -155,16 +176,17 @@ struct PrefillBlock {
 
 constexpr int64_t kNoPlace = INT64_MIN;
 
-// Calls fn(offset, column, address) for this lane's share of the 16-byte chunks of its warp's rows.
+// Calls fn(offset, column, address) for this lane's share of kCount 16-byte chunks of each of its
+// warp's rows, from first_chunk on.
 // `offset` is where the row lies in a tensor, which offset_of(row) tells, or kNoPlace where the
 // tile lacks it; `address` is the chunk's in shared memory.
-template <int D, bool kWide, class OffsetFn, class Fn>
-__device__ inline void for_each_row_chunk(PrefillBlock<D, kWide>& block, uint32_t shared,
-                                          OffsetFn&& offset_of, Fn&& fn) {
-  using Shape = PrefillMmaShape<D, kWide>;
+template <int kCount, int D, PrefillShape kShape, class OffsetFn, class Fn>
+__device__ inline void for_each_row_chunk(PrefillBlock<D, kShape>& block, uint32_t shared,
+                                          int first_chunk, OffsetFn&& offset_of, Fn&& fn) {
+  using Shape = PrefillMmaShape<D, kShape>;
   const unsigned lane = threadIdx.x % kWarpSize;
   const unsigned warp = threadIdx.x / kWarpSize;
-  const unsigned warp_row = warp * Shape::kWarpRows;
+  const unsigned warp_row = warp % Shape::kGroupWarps * Shape::kWarpRows;
   int64_t* const places = block.places[warp];
   if (lane < Shape::kWarpRows) {
     const int row = static_cast<int>(warp_row + lane);
@@ -172,9 +194,9 @@ __device__ inline void for_each_row_chunk(PrefillBlock<D, kWide>& block, uint32_
   }
   __syncwarp();
 #pragma unroll 4
-  for (unsigned index = lane; index < Shape::kWarpRows * Shape::kChunks; index += kWarpSize) {
-    const unsigned row = index / Shape::kChunks;
-    const int chunk = static_cast<int>(index % Shape::kChunks);
+  for (unsigned index = lane; index < Shape::kWarpRows * kCount; index += kWarpSize) {
+    const unsigned row = index / kCount;
+    const int chunk = first_chunk + static_cast<int>(index % kCount);
     const int swizzled = swizzled_chunk<Shape::kChunks>(static_cast<int>(row), chunk);
     fn(places[row], chunk * 8, shared + (warp_row + row) * Shape::kRowBytes + swizzled * 16);
   }
@@ -182,14 +204,14 @@ __device__ inline void for_each_row_chunk(PrefillBlock<D, kWide>& block, uint32_
 }
 
 // Starts the way of the warp's query rows to shared memory; rows that the tile lacks are zeros.
-template <class T, int D, bool kWide>
-__device__ void load_q_rows(const PrefillKernelParams& params, PrefillBlock<D, kWide>& block,
+template <class T, int D, PrefillShape kShape>
+__device__ void load_q_rows(const PrefillKernelParams& params, PrefillBlock<D, kShape>& block,
                             uint32_t shared) {
   const T* q = static_cast<const T*>(params.attn.q);
   const auto offset_of = [&](int row) {
     return block.tile.q_offset(params, block.tile.place_row(params, row));
   };
-  for_each_row_chunk(block, shared, offset_of, [&](int64_t offset, int column, uint32_t address) {
+  const auto load = [&](int64_t offset, int column, uint32_t address) {
     const bool there = offset != kNoPlace;
     const T* source = q + (there ? offset + column : 0);
     if (params.q_vectors) {
@@ -202,18 +224,20 @@ __device__ void load_q_rows(const PrefillKernelParams& params, PrefillBlock<D, k
         store_shared_u32(address + i * 4, *reinterpret_cast<const uint32_t*>(&two));
       }
     }
-  });
+  };
+  for_each_row_chunk<D / 8>(block, shared, 0, offset_of, load);
 }
 
-// Results from shared memory to `out`.
-template <class T, int D, bool kWide>
-__device__ void store_rows(const PrefillKernelParams& params, PrefillBlock<D, kWide>& block,
+// Results of the warp's rows from shared memory to `out`: the columns that the warp's group
+// finishes.
+template <class T, int D, PrefillShape kShape>
+__device__ void store_rows(const PrefillKernelParams& params, PrefillBlock<D, kShape>& block,
                            uint32_t shared) {
   T* out = static_cast<T*>(params.attn.out);
   const auto offset_of = [&](int row) {
     return block.tile.out_offset(params, block.tile.place_row(params, row));
   };
-  for_each_row_chunk(block, shared, offset_of, [&](int64_t offset, int column, uint32_t address) {
+  const auto store = [&](int64_t offset, int column, uint32_t address) {
     if (offset == kNoPlace) return;
     const uint4 eight = load_shared_u128(address);
     T* target = out + offset + column;
@@ -224,23 +248,27 @@ __device__ void store_rows(const PrefillKernelParams& params, PrefillBlock<D, kW
 #pragma unroll
       for (int i = 0; i < 8; ++i) target[i] = elements[i];
     }
-  });
+  };
+  using Shape = PrefillMmaShape<D, kShape>;
+  constexpr int kChunks = Shape::kChunks / Shape::kKeyGroups;
+  const int group = static_cast<int>(threadIdx.x) / Shape::kGroupThreads;
+  for_each_row_chunk<kChunks>(block, shared, group * kChunks, offset_of, store);
 }
 
 // ---- keys and values --------------------
 
 // Brings stages of keys and values to shared memory. A warp loads kLoadRows rows of each and finds
 // their addresses, keys first, one lane a row.
-template <int D, bool kWide>
+template <int D, PrefillShape kShape>
 class PrefillLoader {
-  using Shape = PrefillMmaShape<D, kWide>;
+  using Shape = PrefillMmaShape<D, kShape>;
   static constexpr int kLoadRows = Shape::kLoadRows;
   static constexpr int kChunks = Shape::kChunks;
   static constexpr int kLaneChunks = kLoadRows * kChunks / kWarpSize;  // of keys, and of values
 
  public:
   // `keys` are those that some row of the block may see: no other is read.
-  __device__ PrefillLoader(const PrefillKernelParams& params, PrefillBlock<D, kWide>& block,
+  __device__ PrefillLoader(const PrefillKernelParams& params, PrefillBlock<D, kShape>& block,
                            KeyRange keys)
       : params_(params),
         block_(block),
@@ -248,15 +276,15 @@ class PrefillLoader {
         lane_(threadIdx.x % kWarpSize),
         warp_(threadIdx.x / kWarpSize) {}
 
-  // Starts with the stage that begins with first_key: all but one of the kStages are on their way
-  // after it, and the next one's rows are found. stage(i) is the address of the i-th.
+  // Starts with the group's stage that begins with first_key: all but one of the kStages are on
+  // their way after it, and the next one's rows are found. stage(i) is the address of the i-th.
   template <class StageFn>
   __device__ void start(int first_key, StageFn&& stage) {
     find_page(first_key);
     find_rows(first_key);
 #pragma unroll
     for (int i = 0; i < Shape::kStages - 1; ++i) {
-      const int next_key = first_key + (i + 1) * Shape::kStageKeys;
+      const int next_key = first_key + (i + 1) * Shape::kStrideKeys;
       find_page(next_key);
       copy(stage(i));
       find_rows(next_key);
@@ -294,7 +322,7 @@ class PrefillLoader {
   // Starts the copies of the rows that were found last, as one group; there may be none.
   __device__ void copy(uint32_t stage) {
     constexpr unsigned kAll = kLoadRows >= 16 ? kFullWarp : (1u << (2 * kLoadRows % 32)) - 1;
-    const uint32_t k_rows = stage + warp_ * (kLoadRows * Shape::kRowBytes);
+    const uint32_t k_rows = stage + warp_ % Shape::kGroupWarps * (kLoadRows * Shape::kRowBytes);
     if (valid_ == kAll) [[likely]] {
       copy_rows(k_rows);
     } else if (stage_exists_) {
@@ -306,7 +334,7 @@ class PrefillLoader {
 
  private:
   __device__ int own_key(int first_key) const {
-    return first_key + static_cast<int>(warp_ * kLoadRows + lane_ % kLoadRows);
+    return first_key + static_cast<int>(warp_ % Shape::kGroupWarps * kLoadRows + lane_ % kLoadRows);
   }
   __device__ bool exists(int key) const {
     return lane_ < 2 * kLoadRows && key >= keys_.begin && key < keys_.end;
@@ -388,7 +416,7 @@ class PrefillLoader {
   }
 
   const PrefillKernelParams& params_;
-  PrefillBlock<D, kWide>& block_;
+  PrefillBlock<D, kShape>& block_;
   const KeyRange keys_;
   const unsigned lane_;
   const unsigned warp_;

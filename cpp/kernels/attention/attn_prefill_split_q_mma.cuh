@@ -9,7 +9,7 @@
 // Tiles that no row of the block sees are skipped, tiles that none of a warp's rows sees by that
 // warp, and rows are looked at one by one only in tiles that a warp sees in part. Key tiles start
 // at multiples of kTileKeys and a row's softmax looks at that row alone, so that its bits do not
-// depend on the tile that it is in.
+// depend on the tile that it is in. They do depend on whether its keys are split over two groups.
 //
 // Keys outside what the block sees are zero-filled without reading them. Inside it a row may be
 // kept from a value that another row sees, and its weight of zero times NaN or infinity would be
@@ -36,24 +36,29 @@ constexpr float kLazyRescale = 8.0f;
 
 // One warp's rows. kGeneral: with a mask, or scores that one multiplication does not turn into
 // exponents (softcap, a scale that is not positive).
-template <class T, int D, bool kWide, bool kGeneral>
+template <class T, int D, PrefillShape kShape, bool kGeneral>
 class PrefillMmaWarp {
-  using Shape = PrefillMmaShape<D, kWide>;
+  using Shape = PrefillMmaShape<D, kShape>;
   static constexpr int kMTiles = Shape::kMTiles;
   static constexpr int kTileKeys = Shape::kTileKeys;
   static constexpr int kKeyTiles = kTileKeys / 8;  // n8 tiles of the scores
   static constexpr int kChunks = Shape::kChunks;
   static constexpr int kRowBytes = Shape::kRowBytes;
+  static constexpr int kFragments = Shape::kFragments;
+  static constexpr int kOwnTiles = D / 8 / Shape::kKeyGroups;  // n8 tiles that a group finishes
+  static constexpr int kMergeRow = kWarpSize * 16;
   using Scores = float[kMTiles][kKeyTiles][4];
 
  public:
-  __device__ PrefillMmaWarp(const PrefillKernelParams& params, const PrefillBlock<D, kWide>& block,
+  static constexpr int kMergeBytes = (kOwnTiles + 1) * kMergeRow;
+
+  __device__ PrefillMmaWarp(const PrefillKernelParams& params, const PrefillBlock<D, kShape>& block,
                             uint32_t q_shared)
       : params_(params),
         block_(block),
         q_shared_(q_shared),
         lane_(static_cast<int>(threadIdx.x % kWarpSize)),
-        warp_(static_cast<int>(threadIdx.x / kWarpSize)),
+        warp_(static_cast<int>(threadIdx.x / kWarpSize) % Shape::kGroupWarps),
         all_(block.rows_keys(params, warp_ * Shape::kWarpRows, Shape::kWarpRows).all) {}
 
   // Takes the queries, which this warp has brought to its rows of shared memory, to registers.
@@ -144,7 +149,52 @@ class PrefillMmaWarp {
     return probe != 0.0f;
   }
 
-  // Leaves the warp's rows, as T, at its rows of `shared`, and writes their LSE.
+  // Two groups: hands the other group's warp of the same rows what this one found for the columns
+  // that the other one finishes. kMergeBytes of `shared` for each warp of the block.
+  template <int kGroup>
+  __device__ void give(uint32_t shared) const {
+    const uint32_t mine = merge_address(shared, kGroup);
+#pragma unroll
+    for (int n = 0; n < kOwnTiles; ++n) {
+      store_four(mine + n * kMergeRow, out_[0][(1 - kGroup) * kOwnTiles + n]);
+    }
+    const float totals[4] = {reference_[0][0], reference_[0][1], sum_[0][0], sum_[0][1]};
+    store_four(mine + kOwnTiles * kMergeRow, totals);
+  }
+
+  // Takes in what the other one gave. Both add the same numbers in the same way.
+  template <int kGroup>
+  __device__ void take(uint32_t shared) {
+    const uint32_t other = merge_address(shared, 1 - kGroup);
+    float totals[4];
+    load_four(other + kOwnTiles * kMergeRow, totals);
+    float own_factor[2], other_factor[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float reference = fmaxf(reference_[0][half], totals[half]);
+      const float shift = finite_reference(reference);
+      own_factor[half] = exp2_approx(reference_[0][half] - shift);
+      other_factor[half] = exp2_approx(totals[half] - shift);
+      reference_[0][half] = reference;
+      sum_[0][half] = __fadd_rn(__fmul_rn(sum_[0][half], own_factor[half]),
+                                __fmul_rn(totals[2 + half], other_factor[half]));
+    }
+#pragma unroll
+    for (int n = 0; n < kOwnTiles; ++n) {
+      float theirs[4];
+      load_four(other + n * kMergeRow, theirs);
+      float(&own)[4] = out_[0][kGroup * kOwnTiles + n];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        own[i] = __fadd_rn(__fmul_rn(own[i], own_factor[i / 2]),
+                           __fmul_rn(theirs[i], other_factor[i / 2]));
+      }
+    }
+  }
+
+  // Leaves the columns of the warp's rows that kGroup finishes, as T, at its rows of `shared`, and
+  // writes their LSE.
+  template <int kGroup>
   __device__ void finish(uint32_t shared) {
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
@@ -158,12 +208,12 @@ class PrefillMmaWarp {
           const float max = reference_[m][half] * kLn2;
           const SoftmaxTotal total(max, sum, sink_of(params_, place.head));
           if (sum != 0.0f) factor = total.share(max, sum) / sum;
-          if (lane_ % 4 == 0 && params_.attn.lse != nullptr) {
+          if (kGroup == 0 && lane_ % 4 == 0 && params_.attn.lse != nullptr) {
             params_.attn.lse[block_.tile.lse_offset(params_, place)] = total.lse;
           }
         }
 #pragma unroll
-        for (int n = 0; n < D / 8; ++n) {
+        for (int n = kGroup * kOwnTiles; n < (kGroup + 1) * kOwnTiles; ++n) {
           const uint32_t at =
               shared + row * kRowBytes + swizzled_chunk<kChunks>(row, n) * 16 + (lane_ % 4) * 4;
           store_shared_u32(
@@ -174,6 +224,21 @@ class PrefillMmaWarp {
   }
 
  private:
+  __device__ uint32_t merge_address(uint32_t shared, int group) const {
+    return shared + (group * Shape::kGroupWarps + warp_) * kMergeBytes + lane_ * 16;
+  }
+  __device__ static void store_four(uint32_t address, const float (&values)[4]) {
+    store_shared_u128(address, {__float_as_uint(values[0]), __float_as_uint(values[1]),
+                                __float_as_uint(values[2]), __float_as_uint(values[3])});
+  }
+  __device__ static void load_four(uint32_t address, float (&values)[4]) {
+    const uint4 bits = load_shared_u128(address);
+    values[0] = __uint_as_float(bits.x);
+    values[1] = __uint_as_float(bits.y);
+    values[2] = __uint_as_float(bits.z);
+    values[3] = __uint_as_float(bits.w);
+  }
+
   // From a score to an exponent of two.
   __device__ float scale_log2() const { return kGeneral ? kLog2e : params_.scale_log2; }
 
@@ -218,30 +283,33 @@ class PrefillMmaWarp {
     ldmatrix_x4(fragment, advance_chunks<kChunks>(first, step * 2) + m * 16 * kRowBytes);
   }
 
-  // Raw products of the warp's rows with a tile of keys. Fragments are loaded one group of matrix
-  // instructions ahead of their use.
+  // Raw products of the warp's rows with a tile of keys. Fragments are loaded kFragments - 1 groups
+  // of matrix instructions ahead of their use.
   __device__ void score(uint32_t k_tile, Scores& scores) {
     constexpr int kSteps = D / 16;
     constexpr int kPairs = kKeyTiles / 2;
+    constexpr int kLoads = kSteps * kPairs;
     for_each_score(scores, [](float& s) { s = 0.0f; });
     const uint32_t first = matrix_address(k_tile, (lane_ & 7) + (lane_ >> 4) * 8, (lane_ >> 3) & 1);
     const auto load_keys = [&](int index, uint32_t(&fragment)[4]) {
       ldmatrix_x4(fragment, advance_chunks<kChunks>(first, index / kPairs * 2) +
                                 index % kPairs * (16 * kRowBytes));
     };
-    uint32_t keys[2][4];
-    load_keys(0, keys[0]);
+    uint32_t keys[kFragments][4];
+#pragma unroll
+    for (int i = 0; i < kFragments - 1; ++i) load_keys(i, keys[i]);
     if constexpr (Shape::kSharedQ) load_q_step(0);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (int pair = 0; pair < kPairs; ++pair) {
         const int index = step * kPairs + pair;
-        if (index + 1 < kSteps * kPairs) load_keys(index + 1, keys[(index + 1) % 2]);
+        const int next = index + kFragments - 1;
+        if (next < kLoads) load_keys(next, keys[next % kFragments]);
         if constexpr (Shape::kSharedQ) {
           if (pair == 0 && step + 1 < kSteps) load_q_step(step + 1);
         }
-        const uint32_t(&b)[4] = keys[index % 2];
+        const uint32_t(&b)[4] = keys[index % kFragments];
 #pragma unroll
         for (int m = 0; m < kMTiles; ++m) {
           const uint32_t(&q)[4] = q_[step % Shape::kQSteps][m];
@@ -336,13 +404,15 @@ class PrefillMmaWarp {
   __device__ void add_values(uint32_t v_tile, const Scores& scores) {
     constexpr int kSteps = kTileKeys / 16;
     constexpr int kPairs = D / 16;
+    constexpr int kLoads = kSteps * kPairs;
     const uint32_t first = matrix_address(v_tile, lane_ & 15, lane_ >> 4);
     const auto load_values = [&](int index, uint32_t(&fragment)[4]) {
       ldmatrix_x4_trans(fragment, advance_chunks<kChunks>(first, index % kPairs * 2) +
                                       index / kPairs * (16 * kRowBytes));
     };
-    uint32_t values[2][4];
-    load_values(0, values[0]);
+    uint32_t values[kFragments][4];
+#pragma unroll
+    for (int i = 0; i < kFragments - 1; ++i) load_values(i, values[i]);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       uint32_t weights[kMTiles][4];
@@ -358,8 +428,9 @@ class PrefillMmaWarp {
 #pragma unroll
       for (int pair = 0; pair < kPairs; ++pair) {
         const int index = step * kPairs + pair;
-        if (index + 1 < kSteps * kPairs) load_values(index + 1, values[(index + 1) % 2]);
-        const uint32_t(&b)[4] = values[index % 2];
+        const int next = index + kFragments - 1;
+        if (next < kLoads) load_values(next, values[next % kFragments]);
+        const uint32_t(&b)[4] = values[index % kFragments];
 #pragma unroll
         for (int m = 0; m < kMTiles; ++m) {
           mma_m16n8k16<T>(out_[m][pair * 2], weights[m], b[0], b[1]);
@@ -370,7 +441,7 @@ class PrefillMmaWarp {
   }
 
   const PrefillKernelParams& params_;
-  const PrefillBlock<D, kWide>& block_;
+  const PrefillBlock<D, kShape>& block_;
   const uint32_t q_shared_;
   const int lane_;
   const int warp_;
@@ -381,35 +452,50 @@ class PrefillMmaWarp {
   float sum_[kMTiles][2];  // of this lane's columns only
 };
 
-template <class T, int D, bool kWide, bool kGeneral>
-__global__ void __launch_bounds__(PrefillMmaShape<D, kWide>::kThreads,
-                                  PrefillMmaShape<D, kWide>::kBlocksPerSm)
+// Waits for the warps of a group.
+template <int D, PrefillShape kShape>
+__device__ inline void group_barrier(int group) {
+  using Shape = PrefillMmaShape<D, kShape>;
+  if constexpr (Shape::kKeyGroups == 1) {
+    __syncthreads();
+  } else {
+    // Barrier 0 is that of __syncthreads.
+    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(Shape::kGroupThreads) : "memory");
+  }
+}
+
+template <class T, int D, PrefillShape kShape, bool kGeneral>
+__global__ void __launch_bounds__(PrefillMmaShape<D, kShape>::kThreads,
+                                  PrefillMmaShape<D, kShape>::kBlocksPerSm)
     attn_prefill_split_q_mma_kernel(const __grid_constant__ PrefillKernelParams params) {
-  using Shape = PrefillMmaShape<D, kWide>;
+  using Shape = PrefillMmaShape<D, kShape>;
   constexpr int kTileKeys = Shape::kTileKeys;
   constexpr int kStageKeys = Shape::kStageKeys;
   constexpr int kStages = Shape::kStages;
   constexpr int kAhead = kStages - 1;  // stages under way
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  __shared__ PrefillBlock<D, kWide> block;
+  __shared__ PrefillBlock<D, kShape> block;
   allow_next_grid();
   wait_for_previous_grid();
   if (!block.set(params)) return;
 
   const uint32_t stages = shared_address(shared_memory) + (Shape::kSharedQ ? Shape::kQBytes : 0);
-  const auto stage = [&](int index) { return stages + index % kStages * Shape::kStageBytes; };
+  const int group = static_cast<int>(threadIdx.x) / Shape::kGroupThreads;
+  const auto stage = [&](int index) {
+    return stages + group * Shape::kGroupBytes + index % kStages * Shape::kStageBytes;
+  };
   // Queries on their way to registers pass through the stage that is filled last.
   const uint32_t q_shared = Shape::kSharedQ ? shared_address(shared_memory) : stage(kAhead);
-  load_q_rows<T, D, kWide>(params, block, q_shared);
+  load_q_rows<T, D, kShape>(params, block, q_shared);
   cp_async_commit();
   const KeyRange keys = block.rows_keys(params, 0, Shape::kRows).any;
-  PrefillLoader<D, kWide> loader(params, block, keys);
-  PrefillMmaWarp<T, D, kWide, kGeneral> warp(params, block, q_shared);
+  PrefillLoader<D, kShape> loader(params, block, keys);
+  PrefillMmaWarp<T, D, kShape, kGeneral> warp(params, block, q_shared);
 
   // A second time, carefully, when a value that is not finite may have reached rows that do not
   // see it.
   for (bool careful = false;; careful = true) {
-    int first_key = keys.begin / kStageKeys * kStageKeys;
+    int first_key = keys.begin / Shape::kStrideKeys * Shape::kStrideKeys + group * kStageKeys;
     loader.start(first_key, stage);
     if (!careful) {
       cp_async_wait<kAhead>();
@@ -417,19 +503,19 @@ __global__ void __launch_bounds__(PrefillMmaShape<D, kWide>::kThreads,
       warp.take_q();
     }
     warp.reset();
-    for (int index = 0; first_key < keys.end; ++index, first_key += kStageKeys) {
+    for (int index = 0; first_key < keys.end; ++index, first_key += Shape::kStrideKeys) {
       cp_async_wait<kStages - 2>();
-      __syncthreads();  // the stage is here, and the one before it has been used
+      group_barrier<D, kShape>(group);  // the stage is here, and the one before it has been used
       loader.copy(stage(index + kAhead));
-      const int next_key = first_key + (kAhead + 1) * kStageKeys;
+      const int next_key = first_key + (kAhead + 1) * Shape::kStrideKeys;
       loader.find_page(next_key);
       const uint32_t k_stage = stage(index);
       const uint32_t v_stage = k_stage + Shape::kKeysBytes;
       if (careful) [[unlikely]] {
         warp.add_wild_values(v_stage, first_key);
-        __syncthreads();
-        clear_wild_values<T, D, kWide>(v_stage);
-        __syncthreads();
+        group_barrier<D, kShape>(group);
+        clear_wild_values<T, D, kShape>(v_stage);
+        group_barrier<D, kShape>(group);
       }
       warp.add_tile(k_stage, v_stage, first_key, [&] { loader.find_rows(next_key); });
       if constexpr (Shape::kStageTiles == 2) {
@@ -441,11 +527,26 @@ __global__ void __launch_bounds__(PrefillMmaShape<D, kWide>::kThreads,
     const bool again = __syncthreads_or(warp.not_finite()) != 0;
     if (careful || !again) break;
   }
-  // Rows of shared memory that only this warp writes and reads from here on.
-  const uint32_t results = Shape::kSharedQ ? q_shared : stages;
-  warp.finish(results);
+  uint32_t results = Shape::kSharedQ ? q_shared : stages;
+  if constexpr (Shape::kKeyGroups == 1) {
+    warp.template finish<0>(results);
+  } else {
+    static_assert(Shape::kWarps * decltype(warp)::kMergeBytes + Shape::kQBytes <=
+                  Shape::kSharedBytes);
+    results += Shape::kWarps * decltype(warp)::kMergeBytes;
+    group == 0 ? warp.template give<0>(stages) : warp.template give<1>(stages);
+    __syncthreads();
+    if (group == 0) {
+      warp.template take<0>(stages);
+      warp.template finish<0>(results);
+    } else {
+      warp.template take<1>(stages);
+      warp.template finish<1>(results);
+    }
+  }
+  // What this warp stores is what it has just written.
   __syncwarp();
-  store_rows<T, D, kWide>(params, block, results);
+  store_rows<T, D, kShape>(params, block, results);
 }
 
 }  // namespace astrai::kernels

@@ -36,9 +36,10 @@ struct TestTarget {
     using kernels::PrefillVariant;
     const bool scalar = kernel == "scalar";
     kernels::force_decode_variant(scalar ? DecodeVariant::kScalar : DecodeVariant::kAuto);
-    kernels::force_prefill_variant(scalar             ? PrefillVariant::kScalar
-                                   : kernel == "wide" ? PrefillVariant::kWide
-                                                      : PrefillVariant::kAuto);
+    kernels::force_prefill_variant(scalar               ? PrefillVariant::kScalar
+                                   : kernel == "wide"   ? PrefillVariant::kWide
+                                   : kernel == "narrow" ? PrefillVariant::kNarrow
+                                                        : PrefillVariant::kAuto);
 #endif
   }
 };
@@ -80,11 +81,13 @@ inline std::vector<TestTarget> all_test_targets() {
   return targets;
 }
 
-// The same for prefill, whose tensor-core kernel has a shape that only large batches get.
+// The same for prefill, whose tensor-core kernel has shapes that only large batches get.
 inline std::vector<TestTarget> prefill_test_targets() {
   std::vector<TestTarget> targets = all_test_targets();
   if (targets.back().device.type == DeviceType::kCuda) {
-    targets.push_back({.device = targets.back().device, .isa = "", .kernel = "wide"});
+    const Device gpu = targets.back().device;
+    targets.push_back({.device = gpu, .isa = "", .kernel = "narrow"});
+    targets.push_back({.device = gpu, .isa = "", .kernel = "wide"});
   }
   return targets;
 }
