@@ -23,6 +23,7 @@ struct Splits {
   int64_t num_splits = 0;
   int64_t fixed_split_keys = 0;
   int64_t max_kv_len = 0;
+  bool match_decode = false;
 };
 
 // The optional tensors of a call, alive while their options are in use.
@@ -47,6 +48,7 @@ struct BorrowedOptions {
                .num_splits = splits.num_splits,
                .fixed_split_keys = splits.fixed_split_keys,
                .max_kv_len = splits.max_kv_len,
+               .match_decode = splits.match_decode,
                .stream = stream} {}
   BorrowedOptions(const BorrowedOptions&) = delete;
   BorrowedOptions& operator=(const BorrowedOptions&) = delete;
@@ -84,11 +86,13 @@ void bound_attn_decode(TensorArg q_arg, TensorArg k, TensorArg v, TensorArg out,
 void bound_attn_prefill(TensorArg q_arg, TensorArg k, TensorArg v, TensorArg out, OptionalArg mask,
                         IntArg causal_offset, IntArg window, FloatArg softcap, OptionalArg sinks,
                         const std::optional<FloatArg>& scale, OptionalArg lse, OptionalArg o_part,
-                        OptionalArg ml_part, IntArg num_splits, const StreamArg& stream) {
+                        OptionalArg ml_part, IntArg num_splits, FlagArg match_decode,
+                        const StreamArg& stream) {
   constexpr const char* kOp = "attn_prefill";
   const BorrowedTensor q = borrow(kOp, "q", q_arg);
   const BorrowedOptions options(kOp, mask, window, softcap, sinks, scale, lse, o_part, ml_part,
-                                {.num_splits = read(kOp, "num_splits", num_splits)},
+                                {.num_splits = read(kOp, "num_splits", num_splits),
+                                 .match_decode = read(kOp, "match_decode", match_decode)},
                                 stream_for(kOp, stream, q_arg, q));
   run_dense(kOp, &kernels::attn_prefill, q, k, v, out, causal_offset, options);
 }
@@ -135,7 +139,7 @@ void bound_attn_paged_prefill(TensorArg q_arg, TensorArg k_pages, TensorArg v_pa
                               OptionalArg mask, IntArg window, FloatArg softcap, OptionalArg sinks,
                               const std::optional<FloatArg>& scale, OptionalArg lse,
                               OptionalArg o_part, OptionalArg ml_part, IntArg num_splits,
-                              const StreamArg& stream) {
+                              FlagArg match_decode, const StreamArg& stream) {
   constexpr const char* kOp = "attn_paged_prefill";
   const BorrowedTensor q = borrow(kOp, "q", q_arg);
   const BorrowedPages pages(kOp, k_pages, v_pages, kv_indptr, kv_indices, kv_lens);
@@ -147,7 +151,8 @@ void bound_attn_paged_prefill(TensorArg q_arg, TensorArg k_pages, TensorArg v_pa
       .offset = read(kOp, "causal_offset", causal_offset),
       .offsets = view_or_null(causal_offsets)};
   const BorrowedOptions options(kOp, mask, window, softcap, sinks, scale, lse, o_part, ml_part,
-                                {.num_splits = read(kOp, "num_splits", num_splits)},
+                                {.num_splits = read(kOp, "num_splits", num_splits),
+                                 .match_decode = read(kOp, "match_decode", match_decode)},
                                 stream_for(kOp, stream, q_arg, q));
   nb::gil_scoped_release release;
   kernels::attn_paged_prefill(q, pages.views(), qo_indptr, out, causal, options.values);
@@ -175,7 +180,7 @@ void bind_attention(nb::module_& module) {
   module.def("attn_prefill", &bound_attn_prefill, arg("q"), arg("k"), arg("v"), arg("out"),
              arg("mask").none(), arg("causal_offset"), arg("window"), arg("softcap"),
              arg("sinks").none(), arg("scale").none(), arg("lse").none(), arg("o_part").none(),
-             arg("ml_part").none(), arg("num_splits"), arg("stream").none(),
+             arg("ml_part").none(), arg("num_splits"), arg("match_decode"), arg("stream").none(),
              "Dense attention of many queries, split over the queries; all tensors "
              "[B, L, H, D] by strides. See astrai.extension.ops.attn_prefill.");
   module.def("attn_paged_decode", &bound_attn_paged_decode, arg("q"), arg("k_pages"),
@@ -190,7 +195,7 @@ void bind_attention(nb::module_& module) {
              arg("out"), arg("causal_from_lengths"), arg("causal_offset"),
              arg("causal_offsets").none(), arg("mask").none(), arg("window"), arg("softcap"),
              arg("sinks").none(), arg("scale").none(), arg("lse").none(), arg("o_part").none(),
-             arg("ml_part").none(), arg("num_splits"), arg("stream").none(),
+             arg("ml_part").none(), arg("num_splits"), arg("match_decode"), arg("stream").none(),
              "Ragged attention of many queries over paged keys. See "
              "astrai.extension.ops.attn_paged_prefill.");
 }

@@ -119,6 +119,7 @@ class EngineConfig:
     num_pages        pages in the pool; None lets the engine choose from max_batch and max_context
     max_step_tokens  rows of one forward pass: the budget that prefill chunks share
     prefix_caching   whether computed prompts stay findable for later requests
+    deterministic    whether a token's bits may depend on nothing but the tokens before it
     seed             seed of the engine's own generator; None draws one from the system
 
     Raises TypeError for a value of the wrong kind, ValueError for one out of range.
@@ -131,13 +132,14 @@ class EngineConfig:
     max_step_tokens: int = 2048
     seed: int | None = None
     prefix_caching: bool = True
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         owner = "EngineConfig"
-        if not isinstance(self.prefix_caching, bool):
-            raise TypeError(
-                f"{owner}: prefix_caching {self.prefix_caching!r}; expected True or False"
-            )
+        for name in ("prefix_caching", "deterministic"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(f"{owner}: {name} {value!r}; expected True or False")
         for name in ("max_batch", "page_size", "max_step_tokens"):
             _require_int(owner, name, getattr(self, name), 1)
         for name in ("max_context", "num_pages"):

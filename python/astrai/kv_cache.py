@@ -150,6 +150,7 @@ class KVCache:
         max_batch: int,
         max_context: int,
         max_step_tokens: int,
+        match_decode: bool = False,
     ) -> None:
         """Allocate pages and workspace.
 
@@ -159,6 +160,7 @@ class KVCache:
         max_batch        requests of a step, padding included
         max_context      tokens of one request
         max_step_tokens  rows of a step, at least max_batch
+        match_decode     CPU only: attention of prompts as of decoded tokens, bit for bit
         Raises ValueError naming the first value out of range, RuntimeError when memory runs out.
         """
         if dtype not in _DTYPE_NAMES:
@@ -170,6 +172,7 @@ class KVCache:
         self.page_size, self.num_pages = page_size, num_pages
         self.max_batch, self.max_context = max_batch, max_context
         self.max_step_tokens = max_step_tokens
+        self.match_decode = match_decode
         self.pool = PagePool(num_pages, page_size, max_task_tokens=max_context)
         self.workspace = InferenceWorkspace(
             WorkspaceShape(

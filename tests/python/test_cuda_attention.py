@@ -317,3 +317,9 @@ def test_given_partials_spare_the_allocation():
     torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-2)
     with pytest.raises(ValueError, match="num_splits is 65; expected at most the 64 that o_part"):
         ops.attn_paged_decode(q, *pages, *lists, o_part=o_part, ml_part=ml_part, num_splits=65)
+
+
+def test_matching_decode_is_left_to_the_cpu():
+    q, k, v = (on_cuda(part) for part in random_qkv(rng(), 1, 4, 9, 2, 1, 32))
+    with pytest.raises(ValueError, match="match_decode is true for tensors on cuda:0; expected"):
+        ops.attn_prefill(q, k, v, match_decode=True)

@@ -294,6 +294,46 @@ def test_paged_prefill(isa, page_size, offset):
             check(out[None, rows], lse[rows].T[None], *expected, TOLERANCE["float32"])
 
 
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("page_size", [1, 7, 16])
+def test_prefill_that_matches_decode_gives_its_bits(isa, page_size, dtype):
+    generator = rng(page_size)
+    kv_lens, q_lens = [700, 3, 41], [600, 3, 17]
+    batch = reference.PagedBatch(generator, kv_lens, 2, 64, page_size)
+    q, _ = as_dtype(generator.standard_normal((sum(q_lens), 6, 64), np.float32), dtype)
+    pages = tuple(as_dtype(rows, dtype)[0] for rows in (batch.k_pages, batch.v_pages))
+    sinks = generator.standard_normal(6).astype(np.float32)
+    qo_indptr = np.cumsum([0, *q_lens]).astype(np.int32)
+    places = [(0, 0), (0, 311), (0, 599), (1, 0), (1, 2), (2, 5), (2, 16)]
+    for options in ({}, {"window": 20}, {"softcap": 4.0, "sinks": sinks}):
+        lists = (batch.kv_indptr, batch.kv_indices, batch.kv_lens)
+        out, lse = ops.attn_paged_prefill(
+            q, *pages, qo_indptr, *lists, match_decode=True, return_lse=True, **options
+        )
+        for request, token in places:
+            row = int(qo_indptr[request]) + token
+            seen = np.array([kv_lens[request] - q_lens[request] + token + 1], np.int32)
+            indptr = batch.kv_indptr[request : request + 2]
+            one, one_lse = ops.attn_paged_decode(
+                q[row : row + 1], *pages, indptr, batch.kv_indices, seen, return_lse=True, **options
+            )
+            assert bool((out[row : row + 1] == one).all()), (request, token, options)
+            assert bool((lse[row] == one_lse[0]).all())
+        # As numbers it is the same attention as without.
+        tiled = ops.attn_paged_prefill(q, *pages, qo_indptr, *lists, **options)
+        np.testing.assert_allclose(out.float(), tiled.float(), atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_dense_prefill_that_matches_decode_gives_its_bits(isa, head_dim):
+    q, k, v = random_qkv(rng(head_dim), 2, 9, 300, 4, 2, head_dim)
+    out = ops.attn_prefill(q, k, v, causal_offset=150, match_decode=True)
+    for row in range(9):
+        keys = slice(0, 150 + row + 1)
+        one = ops.attn_decode(q[:, row : row + 1], k[:, keys], v[:, keys])
+        np.testing.assert_array_equal(out[:, row : row + 1], one)
+
+
 def test_rows_before_the_first_key_see_nothing():
     q = np.ones((4, 1, 32), np.float32)
     k_pages = np.zeros((1, 2, 1, 32), np.float32)

@@ -66,6 +66,9 @@ void launch_prefill(const char* op, const TensorView& q, AttentionParams params,
                     const AttentionOptions& options) {
   ASTRAI_CHECK_ARG(options.num_splits <= 1, op, ": num_splits is ", options.num_splits,
                    "; expected 0 or 1, since prefill is split over queries only");
+  ASTRAI_CHECK_ARG(!options.match_decode || q.device.type == DeviceType::kCpu, op,
+                   ": match_decode is true for tensors on ", device_name(q.device),
+                   "; expected false, only the CPU kernel can do that");
 #if !ASTRAI_WITH_CUDA
   if (q.device.type != DeviceType::kCpu) throw_cuda_not_built(op);
 #endif
@@ -79,6 +82,7 @@ void launch_prefill(const char* op, const TensorView& q, AttentionParams params,
 #endif
   // For requests with a single query, which are decoded.
   plan_cpu_splits(params, kMaxSplits);
+  params.match_decode = options.match_decode;
   count(counters().launches);
   cpu::cpu_kernels().attn_prefill(params);
 }

@@ -38,6 +38,10 @@ struct AttentionOptions {
   // have all of kv_indices. It bounds the number of fixed splits. A longer request is still right,
   // but its fixed splits are longer.
   int64_t max_kv_len = 0;
+  // Prefill on the CPU alone. Every row is computed as decode computes it, bit for bit, so that a
+  // token's result does not depend on whether it came in a prompt. Slower: keys are read once for
+  // every row.
+  bool match_decode = false;
   void* stream = nullptr;  // cudaStream_t; ignored on the CPU
 };
 

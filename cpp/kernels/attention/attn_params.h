@@ -96,6 +96,7 @@ struct AttentionParams {
   // the buffers are never cleared.
   int64_t num_splits = 0;      // >= 1 in a kernel
   int64_t min_split_keys = 1;  // >= 1
+  bool match_decode = false;   // prefill on the CPU: every row as decode computes it
   float* o_part = nullptr;     // [B, Hq, num_splits, D], each part normalised by its own sum
   float* ml_part = nullptr;  // [B, Hq, num_splits, 2]: maximum logit, sum of exp(logit - maximum);
                              // (-inf, 0) for an empty part

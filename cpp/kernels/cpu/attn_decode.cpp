@@ -75,15 +75,16 @@ void decode(const AttentionParams& params) {
 }
 
 template <class T, int D>
-void single_row(const AttentionParams& params, const Request& request, int64_t kv_head) {
+void single_row(const AttentionParams& params, const Request& request, int64_t row,
+                int64_t kv_head) {
   const int64_t group = params.num_q_heads / params.num_kv_heads;
   const RowScratch scratch = carve_row_scratch<D>(
       thread_scratch(static_cast<size_t>(row_scratch_bytes<D>(group)), 0), group);
-  const KeyRange visible = visible_keys(params, request, 0);
+  const KeyRange visible = visible_keys(params, request, row);
   if (params.num_splits == 1) {
-    attend_row<T, D>(params, request, 0, visible, kv_head, kv_head + 1, scratch);
+    attend_row<T, D>(params, request, row, visible, kv_head, kv_head + 1, scratch);
     for (int64_t h = 0; h < group; ++h) {
-      finish_row<T, D>(params, request, 0, kv_head * group + h, scratch.acc + h * kPaddedDim<D>,
+      finish_row<T, D>(params, request, row, kv_head * group + h, scratch.acc + h * kPaddedDim<D>,
                        scratch.softmax[h]);
     }
     return;
@@ -92,8 +93,8 @@ void single_row(const AttentionParams& params, const Request& request, int64_t k
   float* memory = static_cast<float*>(
       thread_scratch(static_cast<size_t>(group * head_floats) * sizeof(float), 1));
   for (int64_t split = 0; split < params.num_splits; ++split) {
-    attend_row<T, D>(params, request, 0, split_range(params, visible, split), kv_head, kv_head + 1,
-                     scratch);
+    attend_row<T, D>(params, request, row, split_range(params, visible, split), kv_head,
+                     kv_head + 1, scratch);
     for (int64_t h = 0; h < group; ++h) {
       float* o = memory + h * head_floats;
       store_partial<D>({o, o + params.num_splits * D}, split, scratch.acc + h * kPaddedDim<D>,
@@ -102,7 +103,7 @@ void single_row(const AttentionParams& params, const Request& request, int64_t k
   }
   for (int64_t h = 0; h < group; ++h) {
     float* o = memory + h * head_floats;
-    merge_partials<T, D>(params, request, 0, kv_head * group + h, {o, o + params.num_splits * D},
+    merge_partials<T, D>(params, request, row, kv_head * group + h, {o, o + params.num_splits * D},
                          params.num_splits);
   }
 }
@@ -115,10 +116,11 @@ void attn_decode(const AttentionParams& params) {
   });
 }
 
-void decode_single_row(const AttentionParams& params, const Request& request, int64_t kv_head) {
+void decode_single_row(const AttentionParams& params, const Request& request, int64_t row,
+                       int64_t kv_head) {
   dispatch_float_dtype(params.dtype, [&]<class T>() {
     dispatch_head_dim(params.head_dim,
-                      [&]<int D>() { single_row<T, D>(params, request, kv_head); });
+                      [&]<int D>() { single_row<T, D>(params, request, row, kv_head); });
   });
 }
 

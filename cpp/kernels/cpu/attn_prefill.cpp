@@ -211,9 +211,14 @@ void prefill(const AttentionParams& params) {
     }
     const Request request = load_request(params, index);
     const int64_t kv_head = task % params.num_kv_heads;
-    if (request.q_len == 1) return decode_single_row(params, request, kv_head);
     const int64_t first_token = tile_index * tile_tokens;
     const auto num_tokens = static_cast<int>(min_of(tile_tokens, request.q_len - first_token));
+    if (request.q_len == 1 || params.match_decode) {
+      for (int64_t row = first_token; row < first_token + num_tokens; ++row) {
+        decode_single_row(params, request, row, kv_head);
+      }
+      return;
+    }
     const int rows = num_tokens * group;
     run_tile<T, D>(params, request,
                    {.kv_head = kv_head,

@@ -92,9 +92,9 @@ void finish_row(const AttentionParams& params, const Request& request, int64_t r
   merge_partials<T, D>(params, request, row, head, {o, ml}, 1);
 }
 
-// The query heads of one KV head, for a request with a single query: a decode row in a mixed batch.
-// Runs on the calling thread, split by split, and gives the bits that attn_decode gives. Defined in
-// attn_decode.cpp.
-void decode_single_row(const AttentionParams& params, const Request& request, int64_t kv_head);
+// One query row of a request, for the query heads of one KV head. Runs on the calling thread, split
+// by split, and gives the bits that attn_decode gives. Defined in attn_decode.cpp.
+void decode_single_row(const AttentionParams& params, const Request& request, int64_t row,
+                       int64_t kv_head);
 
 }  // namespace astrai::kernels::cpu::ASTRAI_ISA

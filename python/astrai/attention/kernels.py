@@ -119,5 +119,6 @@ class KernelBackend(AttentionBackend):
             softcap=softcap,
             sinks=sinks,
             scale=scale,
+            match_decode=kv.match_decode,
         )
         return out

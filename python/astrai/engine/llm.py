@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -60,6 +61,9 @@ class LLM:
     max_step_tokens  prompt tokens computed in one step, shared by the prompts being read
     prefix_caching   keep what was computed for a text findable, in whole pages, until its memory
                      is needed: a request that begins with the same tokens starts behind them
+    deterministic    CPU only: logits, and so tokens and log probabilities, have the same bits
+                     whatever else is in the batch and however a prompt is cut into chunks, found
+                     in the cache or computed again; prompts are read more slowly
     seed             makes requests without a seed of their own repeatable: the k-th such request
                      gets a seed derived from this one and k; default fresh randomness
     attn_backend     "torch_native", "cpu", "cuda", "flash" or an ATTN_BACKEND: exactly this one,
@@ -84,12 +88,20 @@ class LLM:
         num_pages: int | None = None,
         max_step_tokens: int = 2048,
         prefix_caching: bool = True,
+        deterministic: bool = False,
         seed: int | None = None,
         attn_backend: ATTN_BACKEND | str | None = None,
         progress: Progress | None = None,
     ) -> None:
         engine = EngineConfig(
-            max_batch, max_context, page_size, num_pages, max_step_tokens, seed, prefix_caching
+            max_batch,
+            max_context,
+            page_size,
+            num_pages,
+            max_step_tokens,
+            seed,
+            prefix_caching,
+            deterministic,
         )
         loaded = _load(model, device, dtype, progress)
         config = loaded.config
@@ -97,6 +109,8 @@ class LLM:
         if attn_backend is not None:
             with choose_backend(attn_backend):  # an explicit choice that cannot serve raises now
                 select_backend(weight.device, weight.dtype, config.head_dim)
+        if deterministic:
+            _check_deterministic(loaded, attn_backend)
         context = _context(config, max_context)
         if num_pages is None:
             free_bytes, share = free_memory(weight.device)
@@ -118,6 +132,7 @@ class LLM:
             max_batch=max_batch,
             max_context=context,
             max_step_tokens=max(max_step_tokens, max_batch),
+            match_decode=deterministic,
         )
         tokenizer = loaded.tokenizer
         vocab_size = min(config.vocab_size, tokenizer.vocab_size)
@@ -411,6 +426,17 @@ def _load(
             f"LLM: dtype {dtype!r}, the loaded model is {weight.dtype}; expected 'auto'"
         )
     return model
+
+
+def _check_deterministic(loaded: LoadedModel, choice: ATTN_BACKEND | str | None) -> None:
+    weight = loaded.model.embedding.weight
+    with nullcontext() if choice is None else choose_backend(choice):
+        kind = select_backend(weight.device, weight.dtype, loaded.config.head_dim).kind
+    if kind is not ATTN_BACKEND.CPU:
+        raise ValueError(
+            f"LLM: deterministic with attention backend {kind.value} on {weight.device}; "
+            f"expected backend {ATTN_BACKEND.CPU.value}, the only one that can promise it"
+        )
 
 
 def _default_params(loaded: LoadedModel) -> SamplingParams:

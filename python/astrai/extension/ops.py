@@ -233,6 +233,7 @@ def attn_prefill(
     o_part: Tensor | None = None,
     ml_part: Tensor | None = None,
     num_splits: int = 0,
+    match_decode: bool = False,
     stream: int | None = None,
 ) -> Any:
     """Attention of many queries per request over dense keys and values, split over the queries.
@@ -243,11 +244,13 @@ def attn_prefill(
                    keys <= causal_offset + i
     window         >= 1: row i sees keys j > p - window, where p is causal_offset + i, or
                    Lk - Lq + i without a causal limit
+    num_splits     0 or 1. On CUDA 0 may divide a row's keys over two groups of warps where the
+                   device would be idle otherwise, which shows in the last bits; 1 never does
+    match_decode   CPU only: compute every row as attn_decode does, bit for bit; slower
     Returns        out, or (out, lse) with return_lse: lse float32 [B, Hq, Lq]
 
     Everything else is as in attn_decode. o_part and ml_part are accepted, so that the two calls
-    are interchangeable, and checked, but a split over queries has no use for them; num_splits is 0
-    or 1.
+    are interchangeable, and checked, but a split over queries has no use for them.
     Source         online softmax over key tiles, Dao et al. 2022, arXiv:2205.14135
     """
     return _dense_attention(
@@ -267,7 +270,7 @@ def attn_prefill(
         return_lse,
         o_part,
         ml_part,
-        (num_splits,),
+        (num_splits, match_decode),
         stream,
     )
 
@@ -363,6 +366,7 @@ def attn_paged_prefill(
     o_part: Tensor | None = None,
     ml_part: Tensor | None = None,
     num_splits: int = 0,
+    match_decode: bool = False,
     stream: int | None = None,
 ) -> Any:
     """Attention of ragged queries over paged keys and values.
@@ -374,7 +378,8 @@ def attn_paged_prefill(
                    int32 [B]: position of each request's first query on its key axis
     Returns        out, or (out, lse) with return_lse: lse float32 [T, Hq]
 
-    Pages, lengths and options are as in attn_paged_decode; a window counts from the row's position,
+    Pages, lengths and options are as in attn_paged_decode, num_splits and match_decode as in
+    attn_prefill; a window counts from the row's position,
     kv_len - q_len + i without a causal limit. Raises: see the module.
     """
     lse = None
@@ -411,6 +416,7 @@ def attn_paged_prefill(
         o_part,
         ml_part,
         num_splits,
+        match_decode,
         stream,
     )
     return (out, lse) if return_lse else out
