@@ -495,7 +495,11 @@ __global__ void __launch_bounds__(PrefillMmaShape<D, kShape>::kThreads,
   // A second time, carefully, when a value that is not finite may have reached rows that do not
   // see it.
   for (bool careful = false;; careful = true) {
-    int first_key = keys.begin / Shape::kStrideKeys * Shape::kStrideKeys + group * kStageKeys;
+    // Both groups go round equally often, the second perhaps once past the last key, where it has
+    // nothing to do: the barriers of both then count alike, as race checkers want it.
+    const int begin = keys.begin / Shape::kStrideKeys * Shape::kStrideKeys;
+    const int num_rounds = (max(keys.end - begin, 0) + Shape::kStrideKeys - 1) / Shape::kStrideKeys;
+    int first_key = begin + group * kStageKeys;
     loader.start(first_key, stage);
     if (!careful) {
       cp_async_wait<kAhead>();
@@ -503,7 +507,7 @@ __global__ void __launch_bounds__(PrefillMmaShape<D, kShape>::kThreads,
       warp.take_q();
     }
     warp.reset();
-    for (int index = 0; first_key < keys.end; ++index, first_key += Shape::kStrideKeys) {
+    for (int index = 0; index < num_rounds; ++index, first_key += Shape::kStrideKeys) {
       cp_async_wait<kStages - 2>();
       group_barrier<D, kShape>(group);  // the stage is here, and the one before it has been used
       loader.copy(stage(index + kAhead));
