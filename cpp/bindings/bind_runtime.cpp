@@ -221,6 +221,15 @@ void bind_page_pool(nb::module_& module) {
           arg("task_id"), arg("tokens"), arg("salt") = "",
           "Puts the task's full pages into the prefix index. tokens are the task's from its first "
           "on, at least as many as its full pages hold.")
+      .def(
+          "extend_indexed",
+          [](PagePool& self, int64_t task_id, int64_t first_token, const Ints& tokens) {
+            return self.extend_indexed(task_id, first_token, tokens);
+          },
+          arg("task_id"), arg("first_token"), arg("tokens"),
+          "index_prefix for what follows first_token, a multiple of the page size. False, with "
+          "nothing changed, when the page before it is not in the index: index_prefix then takes "
+          "all tokens.")
       .def("clear_prefixes", &PagePool::clear_prefixes,
            "Empties the prefix index; tasks keep their pages.")
       .def_prop_ro("num_indexed_pages", &PagePool::num_indexed_pages,
@@ -231,8 +240,20 @@ void bind_page_pool(nb::module_& module) {
            "Makes room for tokens after the task's length; a shared page that the next token goes "
            "to is replaced and its copy queued. False, with nothing changed, when too few pages "
            "are free.")
+      .def(
+          "try_reserve_one_each",
+          [](PagePool& self, const Ints& task_ids) { return self.try_reserve_one_each(task_ids); },
+          arg("task_ids"),
+          "try_reserve of one token for one task after the other, until one is refused: how many "
+          "succeeded.")
       .def("append", &PagePool::append, arg("task_id"), arg("num_new_tokens"),
            "Counts tokens that a step has written into reserved pages.")
+      .def(
+          "append_each",
+          [](PagePool& self, const Ints& task_ids, const Ints& nums_new_tokens) {
+            self.append_each(task_ids, nums_new_tokens);
+          },
+          arg("task_ids"), arg("nums_new_tokens"), "append for each of several distinct tasks.")
       .def("truncate", &PagePool::truncate, arg("task_id"), arg("num_tokens"),
            "Shortens the task and lets go of all pages past its new length.")
       .def("free_task", &PagePool::free_task, arg("task_id"),

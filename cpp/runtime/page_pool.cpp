@@ -13,6 +13,10 @@ namespace {
 
 constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 
+constexpr const char* kOtherPath =
+    " holds a page that is indexed with other tokens or under another salt; expected the tokens "
+    "that it was indexed with";
+
 // Room for `size` entries; growth is at least twofold and counted.
 template <class T>
 void reserve_counted(std::vector<T>& list, size_t size) {
@@ -209,18 +213,40 @@ int64_t PagePool::adopt_prefix(int64_t task_id, std::span<const int64_t> tokens,
   return num_tokens;
 }
 
-void PagePool::index_prefix(int64_t task_id, std::span<const int64_t> tokens,
-                            std::string_view salt) {
-  const Task& task = find_task(task_id, "index_prefix");
+std::span<const int32_t> PagePool::full_pages(const char* op, int64_t task_id, int64_t first_token,
+                                              std::span<const int64_t> tokens) const {
+  const Task& task = find_task(task_id, op);
   const int64_t num_full = task.length / page_size_;
   const auto num_tokens = static_cast<int64_t>(tokens.size());
-  ASTRAI_CHECK_ARG(num_tokens >= num_full * page_size_, "index_prefix: tokens has ", num_tokens,
-                   " entries; expected at least ", num_full * page_size_,
-                   ", the full pages of task ", task_id);
-  const auto pages = std::span(task.pages).first(static_cast<size_t>(num_full));
-  ASTRAI_CHECK_ARG(index_.insert(tokens, pages, salt), "index_prefix: task ", task_id,
-                   " holds a page that is indexed with other tokens or under another salt; ",
-                   "expected the tokens that it was indexed with");
+  const int64_t missing = num_full * page_size_ - first_token;
+  ASTRAI_CHECK_ARG(num_tokens >= missing, op, ": tokens has ", num_tokens,
+                   " entries; expected at least ", missing,
+                   ", to the end of the last full page of ", "task ", task_id);
+  return std::span(task.pages)
+      .subspan(static_cast<size_t>(first_token / page_size_),
+               static_cast<size_t>(std::max<int64_t>(0, missing) / page_size_));
+}
+
+void PagePool::index_prefix(int64_t task_id, std::span<const int64_t> tokens,
+                            std::string_view salt) {
+  const auto pages = full_pages("index_prefix", task_id, 0, tokens);
+  ASTRAI_CHECK_ARG(index_.insert(tokens, pages, salt), "index_prefix: task ", task_id, kOtherPath);
+}
+
+bool PagePool::extend_indexed(int64_t task_id, int64_t first_token,
+                              std::span<const int64_t> tokens) {
+  const Task& task = find_task(task_id, "extend_indexed");
+  const auto before = first_token / page_size_ - 1;
+  ASTRAI_CHECK_ARG(first_token % page_size_ == 0 && before >= 0 && first_token <= task.length,
+                   "extend_indexed: first_token is ", first_token, "; expected a multiple of ",
+                   page_size_, " from ", page_size_, " to ", task.length, ", the length of task ",
+                   task_id);
+  const auto pages = full_pages("extend_indexed", task_id, first_token, tokens);
+  const int32_t parent = task.pages[static_cast<size_t>(before)];
+  if (!index_.contains(parent)) return false;
+  ASTRAI_CHECK_ARG(index_.insert_below(parent, tokens, pages), "extend_indexed: task ", task_id,
+                   kOtherPath);
+  return true;
 }
 
 void PagePool::clear_prefixes() {
@@ -265,13 +291,40 @@ bool PagePool::try_reserve(int64_t task_id, int64_t num_new_tokens) {
   return true;
 }
 
-void PagePool::append(int64_t task_id, int64_t num_new_tokens) {
-  Task& task = find_task(task_id, "append");
+int64_t PagePool::try_reserve_one_each(std::span<const int64_t> task_ids) {
+  for (int64_t id : task_ids) find_task(id, "try_reserve_one_each");
+  int64_t done = 0;
+  for (int64_t id : task_ids) {
+    if (!try_reserve(id, 1)) break;
+    ++done;
+  }
+  return done;
+}
+
+void PagePool::check_append(const char* op, int64_t task_id, int64_t num_new_tokens) const {
+  const Task& task = find_task(task_id, op);
   const int64_t room = static_cast<int64_t>(task.pages.size()) * page_size_ - task.length;
-  ASTRAI_CHECK_ARG(num_new_tokens >= 0 && num_new_tokens <= room, "append: num_new_tokens is ",
+  ASTRAI_CHECK_ARG(num_new_tokens >= 0 && num_new_tokens <= room, op, ": num_new_tokens is ",
                    num_new_tokens, " for task ", task_id, " of ", task.length, " tokens in ",
                    task.pages.size(), " pages; expected 0 to ", room);
-  task.length += num_new_tokens;
+}
+
+void PagePool::append(int64_t task_id, int64_t num_new_tokens) {
+  check_append("append", task_id, num_new_tokens);
+  find_task(task_id, "append").length += num_new_tokens;
+}
+
+void PagePool::append_each(std::span<const int64_t> task_ids,
+                           std::span<const int64_t> nums_new_tokens) {
+  ASTRAI_CHECK_ARG(task_ids.size() == nums_new_tokens.size(), "append_each: nums_new_tokens has ",
+                   nums_new_tokens.size(), " entries; expected ", task_ids.size(),
+                   ", one for each task");
+  for (size_t i = 0; i < task_ids.size(); ++i) {
+    check_append("append_each", task_ids[i], nums_new_tokens[i]);
+  }
+  for (size_t i = 0; i < task_ids.size(); ++i) {
+    find_task(task_ids[i], "append_each").length += nums_new_tokens[i];
+  }
 }
 
 void PagePool::truncate(int64_t task_id, int64_t num_tokens) {

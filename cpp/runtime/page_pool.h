@@ -83,6 +83,12 @@ class PagePool {
   // least as many as its full pages hold. Throws when some page is in the index with other tokens.
   void index_prefix(int64_t task_id, std::span<const int64_t> tokens, std::string_view salt = {});
 
+  // The same for what follows `first_token`, a whole number of pages: it costs no walk over what
+  // comes before. Returns false, with nothing changed, when the page before it is not in the index
+  // (it never was, or another page holds the same tokens there): give index_prefix all tokens then.
+  [[nodiscard]] bool extend_indexed(int64_t task_id, int64_t first_token,
+                                    std::span<const int64_t> tokens);
+
   // Empties the index; tasks keep their pages.
   void clear_prefixes();
   int64_t num_indexed_pages() const { return index_.num_pages(); }
@@ -97,9 +103,16 @@ class PagePool {
   // too few pages are free. May be called again before append; it never gives pages back.
   [[nodiscard]] bool try_reserve(int64_t task_id, int64_t num_new_tokens);
 
+  // try_reserve of one token for one task after the other, until one fails: how many succeeded.
+  // Throws, with nothing changed, for an unknown id among them.
+  [[nodiscard]] int64_t try_reserve_one_each(std::span<const int64_t> task_ids);
+
   // Counts num_new_tokens tokens that a step has written into reserved pages. Throws when the
   // task's pages do not cover them.
   void append(int64_t task_id, int64_t num_new_tokens);
+
+  // append for each of several distinct tasks, nothing changed when one of them throws.
+  void append_each(std::span<const int64_t> task_ids, std::span<const int64_t> nums_new_tokens);
 
   // Shortens the task to num_tokens (0 to its length) and lets go of all pages past them, those
   // reserved included.
@@ -165,6 +178,9 @@ class PagePool {
 
   Task& find_task(int64_t task_id, const char* op);
   const Task& find_task(int64_t task_id, const char* op) const;
+  std::span<const int32_t> full_pages(const char* op, int64_t task_id, int64_t first_token,
+                                      std::span<const int64_t> tokens) const;
+  void check_append(const char* op, int64_t task_id, int64_t num_new_tokens) const;
   void check_new_id(int64_t task_id, const char* op) const;
   void insert_task(int64_t task_id, std::span<const int32_t> pages, int64_t length);
   bool is_full_page(int32_t page, size_t index) const;

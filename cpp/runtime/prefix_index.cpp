@@ -95,21 +95,27 @@ bool PrefixIndex::insert(std::span<const int64_t> tokens, std::span<const int32_
     tokens_.resize(parent_.size() * static_cast<size_t>(page_size_));
     count(counters().host_allocations);
   }
-  int32_t parent = root_for(salt);
-  bool complete = true;
-  for (size_t i = 0; i < pages.size() && complete; ++i) {
-    const std::span<const int64_t> own = block(tokens, i);
-    const int32_t known = find(parent, own);
-    complete = known != kNone || !contains(pages[i]);
-    if (complete && known == kNone) link(pages[i], parent, own);
-    parent = known == kNone ? pages[i] : known;
-  }
+  const bool complete = insert_below(root_for(salt), tokens, pages);
   const auto root = roots_.find(std::string(salt));
   if (root->second.num_children == 0) {  // refused at the first page
     salts_.erase(root->second.code);
     roots_.erase(root);
   }
   return complete;
+}
+
+bool PrefixIndex::insert_below(int32_t parent, std::span<const int64_t> tokens,
+                               std::span<const int32_t> pages) {
+  for (size_t i = 0; i < pages.size(); ++i) {
+    const std::span<const int64_t> own = block(tokens, i);
+    const int32_t known = find(parent, own);
+    if (known == kNone) {
+      if (contains(pages[i])) return false;
+      link(pages[i], parent, own);
+    }
+    parent = known == kNone ? pages[i] : known;
+  }
+  return true;
 }
 
 void PrefixIndex::link(int32_t page, int32_t parent, std::span<const int64_t> tokens) {

@@ -35,6 +35,10 @@ class PrefixIndex {
   bool insert(std::span<const int64_t> tokens, std::span<const int32_t> pages,
               std::string_view salt);
 
+  // The same below `parent`, a page of the tree: `tokens` and `pages` follow what it holds.
+  bool insert_below(int32_t parent, std::span<const int64_t> tokens,
+                    std::span<const int32_t> pages);
+
   bool contains(int32_t page) const { return parent_[static_cast<size_t>(page)] != kAbsent; }
   // Takes a page out, with all that can only be reached through it. Nothing for an absent page.
   void forget(int32_t page);

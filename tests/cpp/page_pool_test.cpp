@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "runtime_test_support.h"
+#include "support/expect_error.h"
 
 namespace astrai::runtime {
 
@@ -31,6 +32,7 @@ struct PagePoolTestAccess {
 namespace {
 
 using Access = PagePoolTestAccess;
+using astrai::testing::expect_error;
 using Pages = std::vector<int32_t>;
 
 Pages pages_of(const PagePool& pool, int64_t task_id) {
@@ -102,6 +104,42 @@ TEST(PagePool, FreedPagesAreReusedOldestFirstAndTailsBeforeHeads) {
   pool.add_task(3);
   grow(pool, 3, 12);
   EXPECT_EQ(pages_of(pool, 3), (Pages{5, 4, 3, 2, 1, 0}));
+}
+
+TEST(PagePool, ReserveOneEachStopsWherePagesRunOut) {
+  PagePool pool(3, 2);
+  for (int64_t id : {7, 8, 9}) pool.add_task(id);
+  grow(pool, 7, 2);
+  const std::vector<int64_t> ids{7, 8, 9};
+  EXPECT_EQ(pool.try_reserve_one_each(ids), 2);  // a second page for 7, one for 8, none for 9
+  EXPECT_EQ(pool.pages(7).size(), 2u);
+  EXPECT_EQ(pool.pages(8).size(), 1u);
+  EXPECT_EQ(pool.pages(9).size(), 0u);
+  EXPECT_EQ(pool.try_reserve_one_each(ids), 2);  // what is reserved already costs nothing
+  EXPECT_EQ(pool.try_reserve_one_each({}), 0);
+  const std::vector<int64_t> unknown{7, 4};
+  expect_error<std::invalid_argument>("try_reserve_one_each",
+                                      [&] { (void)pool.try_reserve_one_each(unknown); });
+  pool.check_integrity();
+}
+
+TEST(PagePool, AppendEachCountsAllOrNothing) {
+  PagePool pool(3, 2);
+  for (int64_t id : {7, 8}) {
+    pool.add_task(id);
+    ASSERT_TRUE(pool.try_reserve(id, 2));
+  }
+  const std::vector<int64_t> ids{7, 8}, good{2, 1}, bad{0, 2}, few{1};
+  pool.append_each(ids, good);
+  EXPECT_EQ(pool.length(7), 2);
+  EXPECT_EQ(pool.length(8), 1);
+  expect_error<std::invalid_argument>("num_new_tokens is 2 for task 8",
+                                      [&] { pool.append_each(ids, bad); });
+  expect_error<std::invalid_argument>("nums_new_tokens has 1 entries; expected 2",
+                                      [&] { pool.append_each(ids, few); });
+  EXPECT_EQ(pool.length(7), 2);
+  EXPECT_EQ(pool.length(8), 1);
+  pool.check_integrity();
 }
 
 TEST(PagePool, TruncateFreesWholePagesAndReservedOnes) {
@@ -531,6 +569,41 @@ TEST(PagePoolPrefixes, WholePagesAreFoundAndTheLastTokenIsNot) {
   const Tokens other = {1, 2, 3, 4, 5, 6, 7, 0, 9};
   EXPECT_EQ(pool.match_prefix(other).num_tokens, 4);
   EXPECT_EQ(pool.match_prefix(tokens, "tenant").num_tokens, 0);
+  pool.check_integrity();
+}
+
+TEST(PagePoolPrefixes, WhatFollowsAnIndexedPageIsAddedAlone) {
+  PagePool pool(8, 2);
+  const Tokens tokens = {1, 2, 3, 4, 5, 6, 7};
+  const auto from = [&](size_t first) { return std::span(tokens).subspan(first); };
+  pool.add_task(0);
+  grow(pool, 0, 4);
+  EXPECT_FALSE(pool.extend_indexed(0, 2, from(2)));  // the page before is unknown
+  EXPECT_EQ(pool.num_indexed_pages(), 0);
+  pool.index_prefix(0, tokens, "salt");
+  grow(pool, 0, 3);
+  EXPECT_TRUE(pool.extend_indexed(0, 4, from(4)));
+  EXPECT_TRUE(pool.extend_indexed(0, 4, from(4)));  // again: nothing new
+  EXPECT_TRUE(pool.extend_indexed(0, 6, from(6)));  // no full page follows
+  EXPECT_EQ(pool.num_indexed_pages(), 3);
+  EXPECT_EQ(pool.match_prefix(tokens, "salt").num_tokens, 6);
+  EXPECT_EQ(pool.match_prefix(tokens).num_tokens, 0);
+
+  // A second task with the same tokens in pages of its own: they are not in the index.
+  pool.add_task(1);
+  grow(pool, 1, 4);
+  pool.index_prefix(1, tokens, "salt");
+  EXPECT_FALSE(pool.extend_indexed(1, 2, from(2)));
+
+  const Tokens other = {5, 9};
+  EXPECT_THROW((void)pool.extend_indexed(0, 4, other), std::invalid_argument);
+  expect_error<std::invalid_argument>("first_token is 3; expected a multiple of 2 from 2 to 7",
+                                      [&] { (void)pool.extend_indexed(0, 3, from(3)); });
+  expect_error<std::invalid_argument>("first_token is 0",
+                                      [&] { (void)pool.extend_indexed(0, 0, from(0)); });
+  expect_error<std::invalid_argument>("tokens has 3 entries; expected at least 4",
+                                      [&] { (void)pool.extend_indexed(0, 2, from(4)); });
+  EXPECT_EQ(pool.num_indexed_pages(), 3);
   pool.check_integrity();
 }
 

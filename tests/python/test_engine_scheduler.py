@@ -8,7 +8,7 @@ import pytest
 
 from astrai import PagePool
 from astrai.engine.request import Request, SequenceState
-from astrai.engine.scheduler import Scheduler
+from astrai.engine.scheduler import MAX_OVERTAKES, Scheduler
 from astrai.sampling import SamplingParams
 
 
@@ -32,11 +32,18 @@ class Harness:
         self.prefills = []
         self.decodes = []
 
-    def add(self, request_id, prompt_len, max_tokens, n=1):
+    def add(self, request_id, prompt_len, max_tokens, n=1, priority=0):
         params = SamplingParams(n=n, max_tokens=max_tokens, ignore_eos=True)
         prompt = list(range(100, 100 + prompt_len))
         request = Request(
-            request_id, None, prompt, params, seed=0, max_new_tokens=max_tokens, stop_ids=()
+            request_id,
+            None,
+            prompt,
+            params,
+            seed=0,
+            max_new_tokens=max_tokens,
+            stop_ids=(),
+            priority=priority,
         )
         request.make_sequences(self.next_task, Bytes(), ())
         self.next_task += n
@@ -167,15 +174,119 @@ def test_newcomer_waits_until_its_prompt_and_a_page_for_each_other_are_free():
     harness.assert_drained()
 
 
-def test_small_prompts_do_not_overtake_a_large_one():
+def started(harness):
+    """Requests in the order in which they first ran."""
+    return list(dict.fromkeys(order[0] for rows in harness.prefills for order, _ in rows))
+
+
+def test_small_prompts_start_while_a_large_one_does_not_fit():
     harness = Harness(num_pages=8, page_size=4)
-    harness.add(0, 20, 4)
-    harness.add(1, 24, 2)
+    harness.add(0, 14, 8)  # 4 pages
+    harness.add(1, 24, 2)  # 6 pages: waits for the first
     for i in range(2, 6):
-        harness.add(i, 4, 2)
+        harness.add(i, 3, 2)
+    harness.step()
+    assert started(harness) == [0, 2]
     harness.run()
-    first_seen = [order for rows in harness.prefills for order, _ in rows]
-    assert list(dict.fromkeys(first_seen)) == [(i, 0) for i in range(6)]
+    assert started(harness) == [0, 2, 3, 4, 5, 1]
+    harness.assert_drained()
+
+
+def test_a_large_prompt_is_overtaken_so_often_and_no_more():
+    harness = Harness(num_pages=8, page_size=4)
+    harness.add(0, 12, 6)
+    harness.add(1, 24, 2)
+    for i in range(2, 3 * MAX_OVERTAKES):
+        harness.add(i, 3, 1)  # a stream of small ones that could go on for ever
+    for _ in range(4000):
+        if not harness.scheduler.has_work:
+            break
+        if harness.scheduler.num_waiting < 20 and len(started(harness)) < MAX_OVERTAKES:
+            harness.add(1000 + harness.next_task, 3, 1)
+        harness.step()
+    order = started(harness)
+    assert order.index(1) <= MAX_OVERTAKES + 1
+    assert order.index(1) > 3, "nobody overtook it: the test is void"
+    harness.assert_drained()
+
+
+def test_a_preempted_sequence_is_not_overtaken():
+    harness = Harness(num_pages=6, page_size=4)
+    harness.add(0, 8, 12)  # grows from 2 to 5 pages
+    harness.add(1, 8, 12)
+    for _ in range(200):
+        harness.step()
+        if harness.scheduler.num_preemptions:
+            break
+    harness.add(2, 2, 1)  # would fit beside the first
+    before = len(harness.prefills)
+    harness.run()
+    later = [order[0] for rows in harness.prefills[before:] for order, _ in rows]
+    assert later.index(1) < later.index(2)
+    harness.assert_drained()
+
+
+def test_the_lower_number_is_served_first():
+    harness = Harness(max_batch=1)
+    for i, priority in enumerate((5, 0, 5, -3, 0)):
+        harness.add(i, 4, 2, priority=priority)
+    harness.run()
+    assert started(harness) == [3, 1, 4, 0, 2]
+    assert harness.scheduler.num_preemptions == 0
+    harness.assert_drained()
+
+
+@pytest.mark.parametrize("limits", [{"max_batch": 2}, {"num_pages": 7}])
+def test_a_running_sequence_gives_way_to_a_more_urgent_one(limits):
+    harness = Harness(page_size=4, **limits)
+    patient = [harness.add(i, 8, 6, priority=1) for i in range(2)]
+    for _ in range(3):
+        harness.step()
+    urgent = harness.add(2, 8, 3, priority=0)
+    harness.step()
+    assert urgent.sequences[0].output_ids, "it did not start at once"
+    harness.run()
+    # The younger of the two gave way, the older one only if that was not enough.
+    assert patient[1].metrics().preemptions >= 1
+    assert patient[0].metrics().preemptions == 0
+    for request in (*patient, urgent):
+        expected = expected_output(8, request.max_new_tokens)
+        assert request.sequences[0].output_ids == expected
+    harness.assert_drained()
+
+
+def test_nobody_gives_way_to_an_equal():
+    harness = Harness(max_batch=2)
+    for i in range(2):
+        harness.add(i, 8, 6, priority=1)
+    harness.step()
+    harness.add(2, 8, 3, priority=1)
+    harness.run()
+    assert harness.scheduler.num_preemptions == 0
+    harness.assert_drained()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_comes_everything_is_served_and_every_page_returned(seed):
+    rng = random.Random(seed)
+    harness = Harness(
+        num_pages=rng.choice((6, 8, 20)),
+        page_size=4,
+        max_batch=rng.choice((1, 2, 5)),
+        max_step_tokens=rng.choice((1, 3, 16)),
+    )
+    requests = []
+    for i in range(30):
+        length, new = rng.randint(1, 10), rng.randint(1, 12)
+        n = rng.choice((1, 1, 1, 2, 3))
+        requests.append(harness.add(i, length, new, n=n, priority=rng.choice((-1, 0, 0, 0, 2))))
+        for _ in range(rng.choice((0, 0, 1, 4))):
+            if harness.scheduler.has_work:
+                harness.step()
+    harness.run(limit=20000)
+    for request in requests:
+        expected = expected_output(len(request.prompt_ids), request.max_new_tokens)
+        assert [s.output_ids for s in request.sequences] == [expected] * request.params.n
     harness.assert_drained()
 
 

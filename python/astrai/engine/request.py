@@ -35,6 +35,8 @@ class Sequence:
 
     task_id       its name in the page pool
     num_computed  tokens whose keys and values are in the pool
+    num_indexed   of those, tokens in pages that were put into the prefix index
+    num_overtaken  younger sequences that started while it did not fit
     """
 
     __slots__ = (
@@ -42,6 +44,8 @@ class Sequence:
         "index",
         "logprobs",
         "num_computed",
+        "num_indexed",
+        "num_overtaken",
         "num_preemptions",
         "order",
         "output_ids",
@@ -62,6 +66,8 @@ class Sequence:
         self.order = (request.request_id, index)
         self.state = SequenceState.WAITING
         self.num_computed = 0
+        self.num_indexed = 0
+        self.num_overtaken = 0
         self.num_preemptions = 0
         self.output_ids: list[int] = []
         self.logprobs: list[dict[int, float]] = []
@@ -143,6 +149,7 @@ class Request:
     max_new_tokens  tokens each sample may generate, cut to the room there is
     stop_ids        ids that end a sample
     cache_salt      only requests with the same one share cached prefixes
+    priority        the lower it is, the sooner the request is served
     events          what a stream reader has not taken yet; None when nobody streams
     """
 
@@ -157,6 +164,7 @@ class Request:
         max_new_tokens: int,
         stop_ids: Collection[int],
         cache_salt: str = "",
+        priority: int = 0,
         streaming: bool = False,
     ) -> None:
         self.request_id = request_id
@@ -167,6 +175,7 @@ class Request:
         self.max_new_tokens = max_new_tokens
         self.stop_ids = frozenset(stop_ids)
         self.cache_salt = cache_salt
+        self.priority = priority
         self.events: deque[StreamEvent] | None = deque() if streaming else None
         self.sequences: list[Sequence] = []
         self.arrival = time.perf_counter()

@@ -29,12 +29,21 @@ class Pool(Protocol):
     def match_prefix(self, tokens: list[int], salt: str = "") -> tuple[int, int]: ...
     def adopt_prefix(self, task_id: int, tokens: list[int], salt: str = "") -> int: ...
     def index_prefix(self, task_id: int, tokens: list[int], salt: str = "") -> None: ...
+    def extend_indexed(self, task_id: int, first_token: int, tokens: list[int]) -> bool: ...
     def fork(self, parent: int, child: int) -> None: ...
     def try_reserve(self, task_id: int, num_new_tokens: int) -> bool: ...
-    def append(self, task_id: int, num_new_tokens: int) -> None: ...
+    def try_reserve_one_each(self, task_ids: list[int]) -> int: ...
+    def append_each(self, task_ids: list[int], nums_new_tokens: list[int]) -> None: ...
     def truncate(self, task_id: int, num_tokens: int) -> None: ...
     def free_task(self, task_id: int) -> None: ...
     def length(self, task_id: int) -> int: ...
+
+
+# Sequences that may start before one that does not fit, while it waits; then they wait too, and the
+# pages that running sequences return are its own. No request starves.
+MAX_OVERTAKES = 32
+# Waiting sequences that do not fit and are looked at in a step.
+MAX_BLOCKED = 4
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,23 @@ class ScheduledBatch:
         return [sequence.task_id for sequence in self.sequences]
 
 
+@dataclass(frozen=True)
+class _Start:
+    """How a waiting sequence would start.
+
+    leader        decoding sample of its request whose prompt pages it shares, if any
+    num_shared    tokens that it need not compute
+    tokens        its tokens, where they were looked up in the prefix index
+    needed_pages  free pages that it takes
+    """
+
+    sequence: Sequence
+    leader: Sequence | None
+    num_shared: int
+    tokens: list[int]
+    needed_pages: int
+
+
 class Scheduler:
     """Keeps the queue, the running sequences and the ownership of pages.
 
@@ -66,9 +92,11 @@ class Scheduler:
     `rollback` if the pass failed), then `place` or `finish` for each sampled sequence. Between
     schedule and commit the batch is in flight: `abort` may be called, pages stay put until commit.
 
-    Order is first come, first served and never changes: a preempted sequence goes back to its
-    place. The oldest running sequence is never preempted for another, so some sequence always
-    finishes and no request starves.
+    Order is by priority, then first come, first served, and never changes: a preempted sequence
+    goes back to its place. The first running sequence is never preempted for another, so some
+    sequence always finishes. A sequence that does not fit yet lets up to MAX_OVERTAKES younger
+    ones of its priority start before it; one that was preempted lets none. Running sequences of
+    lower priority give way to a waiting one, so within a priority no request starves.
 
     With prefix_caching, whole pages of computed tokens stay findable until their memory is needed:
     a sequence that begins with the same tokens under the same salt starts behind them, be it
@@ -153,6 +181,7 @@ class Scheduler:
     def schedule_prefill(self) -> ScheduledBatch | None:
         """Chunks of prompts (and of preempted sequences) within the token budget, or None."""
         self._check_idle()
+        self._make_way()
         budget = self.max_step_tokens
         rows: list[tuple[Sequence, int]] = []
         for sequence in self._prefilling:
@@ -162,13 +191,24 @@ class Scheduler:
             rows.append((sequence, chunk))
             budget -= chunk
         position = 0
+        blocked: list[Sequence] = []
         while budget and position < len(self._waiting) and self.num_running < self.max_batch:
             sequence = self._waiting[position]
             if self._waits_for_sibling(sequence):
                 position += 1
                 continue
-            if not self._start(sequence):
+            if not all(_may_overtake(sequence, other) for other in blocked):
                 break
+            start = self._plan_start(sequence)
+            if not self._fits(start):
+                blocked.append(sequence)
+                position += 1
+                if len(blocked) == MAX_BLOCKED:
+                    break
+                continue
+            self._start(start)
+            for other in blocked:
+                other.num_overtaken += 1
             chunk = min(budget, sequence.num_tokens - sequence.num_computed)
             rows.append((sequence, chunk))
             budget -= chunk
@@ -177,21 +217,28 @@ class Scheduler:
     def schedule_decode(self) -> ScheduledBatch | None:
         """One new token for every decoding sequence that can have a page for it, or None."""
         self._check_idle()
-        rows: list[tuple[Sequence, int]] = []
-        for sequence in list(self._decoding):
-            if sequence.state is SequenceState.DECODING and self._reserve_one(sequence):
-                rows.append((sequence, 1))
-        return self._launch(rows) if rows else None
+        rows = self._decoding.copy()
+        num_reserved = self.pool.try_reserve_one_each([row.task_id for row in rows])
+        # Where pages ran out, one after the other: whoever is last in order gives up its own.
+        for sequence in rows[num_reserved:]:
+            if sequence.state is SequenceState.DECODING:
+                self._reserve_one(sequence)
+        if num_reserved < len(rows):
+            rows = self._decoding.copy()
+        return self._launch_decode(rows) if rows else None
 
     def commit(self, batch: ScheduledBatch) -> None:
         """Count the tokens that the forward pass has written; release what was aborted in it."""
+        page_size = self.pool.page_size
+        self.pool.append_each(batch.task_ids, batch.q_lens)
         for sequence, q_len in zip(batch.sequences, batch.q_lens, strict=True):
-            if sequence.finish_reason is None:
-                self.pool.append(sequence.task_id, q_len)
-                full_pages = sequence.num_computed // self.pool.page_size
-                sequence.num_computed += q_len
-                if sequence.num_computed // self.pool.page_size > full_pages:
-                    self._index(sequence)
+            num_computed = sequence.num_computed + q_len
+            if num_computed % page_size < q_len and sequence.finish_reason is None:
+                # A page is full.
+                sequence.num_computed = num_computed
+                self._index(sequence)
+            else:
+                sequence.num_computed = num_computed
         self._land()
 
     def rollback(self) -> None:
@@ -200,6 +247,9 @@ class Scheduler:
         for sequence in (*self._prefilling, *self._decoding):
             # A sequence that was counted but got no token computes its last token again.
             sequence.num_computed = min(sequence.num_computed, sequence.num_tokens - 1)
+            page_size = self.pool.page_size
+            full = sequence.num_computed // page_size * page_size
+            sequence.num_indexed = min(sequence.num_indexed, full)
             if self.pool.length(sequence.task_id) > sequence.num_computed:
                 self.pool.truncate(sequence.task_id, sequence.num_computed)
                 # Truncating lets go of reserved pages too.
@@ -213,6 +263,11 @@ class Scheduler:
             self._prefilling.remove(sequence)
             sequence.state = SequenceState.DECODING
             insort(self._decoding, sequence, key=_order)
+
+    def _launch_decode(self, rows: list[Sequence]) -> ScheduledBatch:
+        input_ids = [sequence.output_ids[-1] for sequence in rows]
+        self._in_flight = ScheduledBatch(rows, [1] * len(rows), input_ids, list(range(len(rows))))
+        return self._in_flight
 
     def _launch(self, rows: list[tuple[Sequence, int]]) -> ScheduledBatch:
         input_ids: list[int] = []
@@ -242,9 +297,16 @@ class Scheduler:
 
     def _index(self, sequence: Sequence) -> None:
         """Let later sequences find the full pages of this one."""
-        if self.prefix_caching:
-            tokens = sequence.tokens_from(0, sequence.num_computed)
-            self.pool.index_prefix(sequence.task_id, tokens, sequence.request.cache_salt)
+        if not self.prefix_caching:
+            return
+        end = sequence.num_computed // self.pool.page_size * self.pool.page_size
+        first, sequence.num_indexed = sequence.num_indexed, end
+        if first:
+            tokens = sequence.tokens_from(first, end - first)
+            if self.pool.extend_indexed(sequence.task_id, first, tokens):
+                return
+        tokens = sequence.tokens_from(0, end)
+        self.pool.index_prefix(sequence.task_id, tokens, sequence.request.cache_salt)
 
     def _waits_for_sibling(self, sequence: Sequence) -> bool:
         """True while another sample of the request is computing the prompt that they can share."""
@@ -253,8 +315,21 @@ class Scheduler:
         states = [other.state for other in sequence.request.sequences]
         return SequenceState.PREFILLING in states and SequenceState.DECODING not in states
 
-    def _start(self, sequence: Sequence) -> bool:
-        """Move a waiting sequence to prefilling with pages for all its tokens, if they are free.
+    def _make_way(self) -> None:
+        """Let running sequences of lower priority give way to the first one in line."""
+        first = next((s for s in self._waiting if not self._waits_for_sibling(s)), None)
+        if first is None:
+            return
+        while True:
+            victim = max((*self._prefilling, *self._decoding), key=_order, default=None)
+            if victim is None or victim.request.priority <= first.request.priority:
+                return
+            if self.num_running < self.max_batch and self._fits(self._plan_start(first)):
+                return
+            self._preempt(victim)
+
+    def _plan_start(self, sequence: Sequence) -> _Start:
+        """What a waiting sequence needs and what it can share.
 
         A sample whose sibling decodes shares the pages of the prompt and computes only what
         follows, or the prompt's last token again if nothing does. Others begin behind the longest
@@ -266,46 +341,53 @@ class Scheduler:
         decoding = [other for other in siblings if other.state is SequenceState.DECODING]
         shared = unheld = 0
         tokens: list[int] = []
-        salt = sequence.request.cache_salt
         if decoding:
             shared = min(len(sequence.request.prompt_ids), sequence.num_tokens - 1)
         elif self.prefix_caching:
             tokens = sequence.tokens_from(0, sequence.num_tokens)
-            shared, unheld = self.pool.match_prefix(tokens, salt)
+            shared, unheld = self.pool.match_prefix(tokens, sequence.request.cache_salt)
         # A partly shared page is copied when it is written, so it counts as a new one; a cached one
         # that nobody holds counts as free until it is adopted.
         needed = self.pages_for(sequence.num_tokens) - shared // self.pool.page_size + unheld
+        return _Start(sequence, decoding[0] if decoding else None, shared, tokens, needed)
+
+    def _fits(self, start: _Start) -> bool:
         # A page for each running sequence stays free: a newcomer must not force a preemption at
         # once.
-        if needed + self.num_running > self.pool.num_free_pages:
-            if self.num_running:
-                return False
-            raise RuntimeError(
-                f"scheduler: request {sequence.request.request_id} needs {needed} pages, "
-                f"{self.pool.num_free_pages} of {self.pool.num_pages} are free with nothing "
-                "running; expected a request that can never fit to be refused"
-            )
-        if decoding:
-            self.pool.fork(decoding[0].task_id, sequence.task_id)
+        if start.needed_pages + self.num_running <= self.pool.num_free_pages:
+            return True
+        if self.num_running:
+            return False
+        raise RuntimeError(
+            f"scheduler: request {start.sequence.request.request_id} needs {start.needed_pages} "
+            f"pages, {self.pool.num_free_pages} of {self.pool.num_pages} are free with nothing "
+            "running; expected a request that can never fit to be refused"
+        )
+
+    def _start(self, start: _Start) -> None:
+        """Move a waiting sequence to prefilling, with pages for all its tokens."""
+        sequence, shared = start.sequence, start.num_shared
+        if start.leader is not None:
+            self.pool.fork(start.leader.task_id, sequence.task_id)
             self.pool.truncate(sequence.task_id, shared)
         elif shared:
-            self.pool.adopt_prefix(sequence.task_id, tokens, salt)
+            self.pool.adopt_prefix(sequence.task_id, start.tokens, sequence.request.cache_salt)
         else:
             self.pool.add_task(sequence.task_id)
-        sequence.request.note_cached(0 if decoding else shared)
+        sequence.request.note_cached(0 if start.leader is not None else shared)
         self._waiting.remove(sequence)
         sequence.num_computed = shared
+        sequence.num_indexed = 0 if start.leader is not None else shared
         sequence.state = SequenceState.PREFILLING
         insort(self._prefilling, sequence, key=_order)
         if not self.pool.try_reserve(sequence.task_id, sequence.num_tokens - shared):
             raise RuntimeError(
-                f"scheduler: {needed} pages could not be reserved with "
+                f"scheduler: {start.needed_pages} pages could not be reserved with "
                 f"{self.pool.num_free_pages} free; the page pool is inconsistent"
             )
-        return True
 
     def _reserve_one(self, sequence: Sequence) -> bool:
-        """A page for the next token, from the youngest if need be; False if that is `sequence`."""
+        """A page for the next token, from the last in order if need be; False if it is the last."""
         while not self.pool.try_reserve(sequence.task_id, 1):
             victim = max((*self._prefilling, *self._decoding), key=_order)
             self._preempt(victim)
@@ -337,5 +419,18 @@ class Scheduler:
         self.pool.free_task(sequence.task_id)
 
 
-def _order(sequence: Sequence) -> tuple[int, int]:
-    return sequence.order
+def _order(sequence: Sequence) -> tuple[int, int, int]:
+    return (sequence.request.priority, *sequence.order)
+
+
+def _may_overtake(sequence: Sequence, blocked: Sequence) -> bool:
+    """Whether `sequence` may start before `blocked`, which is in front of it and does not fit.
+
+    One that was preempted shows that pages are short: to let others in would cost it its next
+    start. One of higher priority waits for pages that it takes from lower ones.
+    """
+    return (
+        blocked.num_overtaken < MAX_OVERTAKES
+        and blocked.num_preemptions == 0
+        and blocked.request.priority == sequence.request.priority
+    )
