@@ -118,8 +118,10 @@ TEST(PagePool, ReserveOneEachStopsWherePagesRunOut) {
   EXPECT_EQ(pool.try_reserve_one_each(ids), 2);  // what is reserved already costs nothing
   EXPECT_EQ(pool.try_reserve_one_each({}), 0);
   const std::vector<int64_t> unknown{7, 4};
-  expect_error<std::invalid_argument>("try_reserve_one_each",
-                                      [&] { (void)pool.try_reserve_one_each(unknown); });
+  expect_error<std::invalid_argument>(
+      "try_reserve_one_each: task_id 4 is unknown; expected a task that was added and not yet "
+      "freed",
+      [&] { (void)pool.try_reserve_one_each(unknown); });
   pool.check_integrity();
 }
 
@@ -133,10 +135,12 @@ TEST(PagePool, AppendEachCountsAllOrNothing) {
   pool.append_each(ids, good);
   EXPECT_EQ(pool.length(7), 2);
   EXPECT_EQ(pool.length(8), 1);
-  expect_error<std::invalid_argument>("num_new_tokens is 2 for task 8",
-                                      [&] { pool.append_each(ids, bad); });
-  expect_error<std::invalid_argument>("nums_new_tokens has 1 entries; expected 2",
-                                      [&] { pool.append_each(ids, few); });
+  expect_error<std::invalid_argument>(
+      "append_each: num_new_tokens is 2 for task 8 of 1 tokens in 1 pages; expected 0 to 1",
+      [&] { pool.append_each(ids, bad); });
+  expect_error<std::invalid_argument>(
+      "append_each: nums_new_tokens has 1 entries; expected 2, one for each task",
+      [&] { pool.append_each(ids, few); });
   EXPECT_EQ(pool.length(7), 2);
   EXPECT_EQ(pool.length(8), 1);
   pool.check_integrity();
@@ -597,12 +601,18 @@ TEST(PagePoolPrefixes, WhatFollowsAnIndexedPageIsAddedAlone) {
 
   const Tokens other = {5, 9};
   EXPECT_THROW((void)pool.extend_indexed(0, 4, other), std::invalid_argument);
-  expect_error<std::invalid_argument>("first_token is 3; expected a multiple of 2 from 2 to 7",
-                                      [&] { (void)pool.extend_indexed(0, 3, from(3)); });
-  expect_error<std::invalid_argument>("first_token is 0",
-                                      [&] { (void)pool.extend_indexed(0, 0, from(0)); });
-  expect_error<std::invalid_argument>("tokens has 3 entries; expected at least 4",
-                                      [&] { (void)pool.extend_indexed(0, 2, from(4)); });
+  expect_error<std::invalid_argument>(
+      "extend_indexed: first_token is 3; expected a multiple of 2 from 2 to 7, the length of task "
+      "0",
+      [&] { (void)pool.extend_indexed(0, 3, from(3)); });
+  expect_error<std::invalid_argument>(
+      "extend_indexed: first_token is 0; expected a multiple of 2 from 2 to 7, the length of task "
+      "0",
+      [&] { (void)pool.extend_indexed(0, 0, from(0)); });
+  expect_error<std::invalid_argument>(
+      "extend_indexed: tokens has 3 entries; expected at least 4, to the end of the last full page "
+      "of task 0",
+      [&] { (void)pool.extend_indexed(0, 2, from(4)); });
   EXPECT_EQ(pool.num_indexed_pages(), 3);
   pool.check_integrity();
 }
