@@ -12,6 +12,7 @@
 // count each visible key and value once. The read bandwidth of the device is measured in the same
 // run, over 4 GB, and so is what a kernel takes that only reads the bytes of the point, launched in
 // the same way: short launches do not reach the bandwidth of long ones. One JSON line per point.
+// benchmarks/python/attn_peers.py times other libraries on the same grid.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -36,22 +37,6 @@ struct Point {
 };
 constexpr Point kPoints[] = {{1, 512},  {1, 4096},  {1, 32768}, {1, 131072}, {8, 512},
                              {8, 4096}, {8, 32768}, {64, 512},  {64, 4096},  {256, 1024}};
-
-// What FlashInfer 0.6.12 (paged, page size 16, its better variant) and cuDNN (contiguous) took on
-// an H200 for the same grid, in microseconds; 0 = not measured. For the table's ratio only: a run
-// with the peers beside is benchmarks/python/attn_peers.py.
-struct PeerTimes {
-  double flashinfer[10];
-  double cudnn[10];
-};
-constexpr PeerTimes kPeers[] = {
-    {{7.9, 12.7, 42.9, 133.9, 12.6, 43.2, 249, 44.1, 249, 260},
-     {7.9, 12.0, 39.4, 0, 9.8, 39.0, 242, 38.5, 241, 245}},
-    {{8.3, 9.1, 18.3, 45.8, 8.9, 18.4, 79.3, 15.8, 74.4, 81.5},
-     {6.5, 7.0, 15.8, 0, 6.6, 14.4, 68.9, 12.1, 66.7, 68.1}},
-    {{7.9, 11.6, 42.6, 134.2, 11.3, 42.3, 249, 41.6, 250, 260},
-     {8.0, 11.8, 39.5, 0, 9.9, 39.1, 244, 37.9, 242, 242}},
-};
 
 __global__ void read_kernel(const uint4* data, int64_t count, uint32_t* sink) {
   constexpr int kBatch = 8;
@@ -271,12 +256,9 @@ int run(const Options& options) {
   const double read_gbps = measure_read_gbps();
   std::printf("%s, %d SMs, measured read %.0f GB/s\n", properties.name,
               properties.multiProcessorCount, read_gbps);
-  FILE* json = options.json_path.empty() ? nullptr : std::fopen(options.json_path.c_str(), "a");
-  if (!options.json_path.empty() && json == nullptr) {
-    throw std::runtime_error("cannot write " + options.json_path);
-  }
-  std::printf("%-11s %10s %4s %6s %9s %7s %6s %5s %7s %6s %6s\n", "shape", "BxL", "page", "splits",
-              "us", "iqr", "GB/s", "%read", "/bare", "/FI", "/cuDNN");
+  FILE* json = open_results(options.json_path);
+  std::printf("%-11s %10s %4s %6s %9s %7s %6s %5s %7s\n", "shape", "BxL", "page", "splits", "us",
+              "iqr", "GB/s", "%read", "/bare");
   int wrong = 0;
   for (size_t s = 0; s < std::size(kShapes); ++s) {
     for (size_t p = 0; p < std::size(kPoints); ++p) {
@@ -305,15 +287,11 @@ int run(const Options& options) {
           const Row row{shape,       point,  page_size,
                         splits,      timing, problem.kv_bytes() / timing.median_us / 1e3,
                         bare_read_us};
-          const bool peers = s < std::size(kPeers);
-          const auto ratio = [&](double peer) { return peer > 0 ? timing.median_us / peer : 0.0; };
-          std::printf(
-              "%3ld:%ld:%-5ld %4ldx%-6ld %4ld %6ld %9.2f %7.2f %6.0f %5.1f %7.2f %6.2f %6.2f\n",
-              shape.num_q_heads, shape.num_kv_heads, shape.head_dim, point.num_requests,
-              point.context, options.dense ? 0 : page_size, splits, timing.median_us,
-              timing.spread_us, row.gbps, 100 * row.gbps / read_gbps,
-              timing.median_us / bare_read_us, ratio(peers ? kPeers[s].flashinfer[p] : 0),
-              ratio(peers ? kPeers[s].cudnn[p] : 0));
+          std::printf("%3ld:%ld:%-5ld %4ldx%-6ld %4ld %6ld %9.2f %7.2f %6.0f %5.1f %7.2f\n",
+                      shape.num_q_heads, shape.num_kv_heads, shape.head_dim, point.num_requests,
+                      point.context, options.dense ? 0 : page_size, splits, timing.median_us,
+                      timing.spread_us, row.gbps, 100 * row.gbps / read_gbps,
+                      timing.median_us / bare_read_us);
           write_json(json, row, read_gbps, options);
         }
       }
@@ -325,14 +303,9 @@ int run(const Options& options) {
 
 Options parse(int argc, char** argv) {
   Options options;
-  for (int i = 1; i < argc; ++i) {
-    const std::string argument = argv[i];
-    const auto value = [&]() -> std::string {
-      if (i + 1 >= argc) throw std::invalid_argument(argument + ": expected a value");
-      return argv[++i];
-    };
+  for_each_argument(argc, argv, [&](const std::string& argument, const NextArgument& next) {
     if (argument == "--json") {
-      options.json_path = value();
+      options.json_path = next();
     } else if (argument == "--quick") {
       options.quick = true;
     } else if (argument == "--sweep") {
@@ -342,19 +315,20 @@ Options parse(int argc, char** argv) {
     } else if (argument == "--dense") {
       options.dense = true;
     } else if (argument == "--fixed") {
-      options.fixed_split_keys = std::stoll(value());
+      options.fixed_split_keys = std::stoll(next());
     } else if (argument == "--max-cluster") {
-      options.max_cluster = std::stoll(value());
+      options.max_cluster = std::stoll(next());
     } else if (argument == "--narrow") {
       options.variant = kernels::DecodeVariant::kNarrow;
     } else if (argument == "--wide") {
       options.variant = kernels::DecodeVariant::kWide;
     } else if (argument == "--page-size") {
-      options.page_sizes.push_back(std::stoll(value()));
+      options.page_sizes.push_back(std::stoll(next()));
     } else {
-      throw std::invalid_argument("unknown argument " + argument);
+      return false;
     }
-  }
+    return true;
+  });
   if (options.page_sizes.empty()) options.page_sizes = {16};
   return options;
 }
@@ -363,10 +337,6 @@ Options parse(int argc, char** argv) {
 }  // namespace astrai::bench
 
 int main(int argc, char** argv) {
-  try {
-    return astrai::bench::run(astrai::bench::parse(argc, argv));
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "attn_cuda_bench: %s\n", error.what());
-    return 2;
-  }
+  return astrai::bench::report_errors(
+      "attn_cuda_bench", [&] { return astrai::bench::run(astrai::bench::parse(argc, argv)); });
 }

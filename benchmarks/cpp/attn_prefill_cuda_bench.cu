@@ -19,7 +19,6 @@
 #include <cstdio>
 #include <functional>
 #include <memory>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -233,10 +232,7 @@ bool run_point(const Shape& shape, const Point& point, int64_t page_size, const 
 }
 
 int run(const Options& options) {
-  FILE* json = options.json_path.empty() ? nullptr : std::fopen(options.json_path.c_str(), "a");
-  if (!options.json_path.empty() && json == nullptr) {
-    throw std::runtime_error("cannot write " + options.json_path);
-  }
+  FILE* json = open_results(options.json_path);
   std::printf("%-11s %10s %4s %10s %8s %8s\n", "shape", "BxL", "page", "us", "iqr", "TFLOP/s");
   int wrong = 0;
   for (size_t s = 0; s < std::size(kShapes); ++s) {
@@ -255,14 +251,9 @@ int run(const Options& options) {
 
 Options parse(int argc, char** argv) {
   Options options;
-  for (int i = 1; i < argc; ++i) {
-    const std::string argument = argv[i];
-    const auto value = [&]() -> std::string {
-      if (i + 1 >= argc) throw std::invalid_argument(argument + ": expected a value");
-      return argv[++i];
-    };
+  for_each_argument(argc, argv, [&](const std::string& argument, const NextArgument& next) {
     if (argument == "--json") {
-      options.json_path = value();
+      options.json_path = next();
     } else if (argument == "--quick") {
       options.quick = true;
     } else if (argument == "--narrow") {
@@ -272,15 +263,16 @@ Options parse(int argc, char** argv) {
     } else if (argument == "--wide") {
       options.variant = kernels::PrefillVariant::kWide;
     } else if (argument == "--page-size") {
-      options.page_sizes.push_back(std::stoll(value()));
+      options.page_sizes.push_back(std::stoll(next()));
     } else if (argument == "--shape") {
-      options.only_shape = std::stoll(value());
+      options.only_shape = std::stoll(next());
     } else if (argument == "--point") {
-      options.only_point = std::stoll(value());
+      options.only_point = std::stoll(next());
     } else {
-      throw std::invalid_argument("unknown argument " + argument);
+      return false;
     }
-  }
+    return true;
+  });
   if (options.page_sizes.empty()) options.page_sizes = {0, 16};
   return options;
 }
@@ -289,10 +281,7 @@ Options parse(int argc, char** argv) {
 }  // namespace astrai::bench
 
 int main(int argc, char** argv) {
-  try {
+  return astrai::bench::report_errors("attn_prefill_cuda_bench", [&] {
     return astrai::bench::run(astrai::bench::parse(argc, argv));
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "attn_prefill_cuda_bench: %s\n", error.what());
-    return 2;
-  }
+  });
 }

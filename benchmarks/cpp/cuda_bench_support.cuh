@@ -4,9 +4,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <functional>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -149,6 +151,40 @@ inline std::string run_facts() {
   return std::string("\"commit\": \"") + (commit == nullptr ? "unknown" : commit) +
          "\", \"gpu\": \"" + properties.name + "\", \"cuda_driver\": " + std::to_string(driver) +
          ", \"cuda_runtime\": " + std::to_string(runtime) + ", \"dtype\": \"bfloat16\"";
+}
+
+// The next word of the command line, for an option that takes a value.
+using NextArgument = std::function<std::string()>;
+
+// Calls apply(argument, next) for each option; it returns false for one that it does not know.
+template <class Fn>
+void for_each_argument(int argc, char** argv, Fn&& apply) {
+  for (int i = 1; i < argc; ++i) {
+    const std::string argument = argv[i];
+    const NextArgument next = [&] {
+      if (i + 1 >= argc) throw std::invalid_argument(argument + ": expected a value");
+      return std::string(argv[++i]);
+    };
+    if (!apply(argument, next)) throw std::invalid_argument("unknown argument " + argument);
+  }
+}
+
+// The file that lines of results are appended to; null for an empty path.
+inline FILE* open_results(const std::string& path) {
+  FILE* file = path.empty() ? nullptr : std::fopen(path.c_str(), "a");
+  if (!path.empty() && file == nullptr) throw std::runtime_error("cannot write " + path);
+  return file;
+}
+
+// What main returns: run's result, or 2 with the error's text on stderr.
+template <class Fn>
+int report_errors(const char* program, Fn&& run) {
+  try {
+    return run();
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s: %s\n", program, error.what());
+    return 2;
+  }
 }
 
 }  // namespace astrai::bench
