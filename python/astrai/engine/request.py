@@ -144,6 +144,7 @@ class Request:
     stop_ids        ids that end a sample
     cache_salt      only requests with the same one share cached prefixes
     events          what a stream reader has not taken yet; None when nobody streams
+    error           what kept the request from being computed; its samples ended with "error" then
     """
 
     def __init__(
@@ -168,6 +169,7 @@ class Request:
         self.stop_ids = frozenset(stop_ids)
         self.cache_salt = cache_salt
         self.events: deque[StreamEvent] | None = deque() if streaming else None
+        self.error: Exception | None = None
         self.sequences: list[Sequence] = []
         self.arrival = time.perf_counter()
         self._cached_tokens: int | None = None

@@ -144,24 +144,36 @@ class Scheduler:
         self._release(sequence)
         self._forget_if_finished(sequence.request)
 
+    def fail(self, request: Request) -> None:
+        """End every unfinished sample of a request with "error". No step may be in flight."""
+        self._check_idle()
+        for sequence in request.sequences:
+            if sequence.finish_reason is None:
+                self.finish(sequence, "error")
+
     def _forget_if_finished(self, request: Request) -> None:
         if request.is_finished:
             self._requests.pop(request.request_id, None)
 
     # --- steps ------------------------------------------------------------------------------
 
-    def schedule_prefill(self) -> ScheduledBatch | None:
-        """Chunks of prompts (and of preempted sequences) within the token budget, or None."""
+    def schedule_prefill(self, only: Request | None = None) -> ScheduledBatch | None:
+        """Chunks of prompts (and of preempted sequences) within the token budget, or None.
+
+        With `only`, what has been begun of that request goes on and nothing else.
+        """
         self._check_idle()
         budget = self.max_step_tokens
         rows: list[tuple[Sequence, int]] = []
         for sequence in self._prefilling:
             if budget == 0:
                 break
+            if only is not None and sequence.request is not only:
+                continue
             chunk = min(budget, sequence.num_tokens - sequence.num_computed)
             rows.append((sequence, chunk))
             budget -= chunk
-        position = 0
+        position = 0 if only is None else len(self._waiting)
         while budget and position < len(self._waiting) and self.num_running < self.max_batch:
             sequence = self._waiting[position]
             if self._waits_for_sibling(sequence):
@@ -174,11 +186,16 @@ class Scheduler:
             budget -= chunk
         return self._launch(rows) if rows else None
 
-    def schedule_decode(self) -> ScheduledBatch | None:
-        """One new token for every decoding sequence that can have a page for it, or None."""
+    def schedule_decode(self, only: Request | None = None) -> ScheduledBatch | None:
+        """One new token for every decoding sequence that can have a page for it, or None.
+
+        With `only`, for the sequences of that request.
+        """
         self._check_idle()
         rows: list[tuple[Sequence, int]] = []
         for sequence in list(self._decoding):
+            if only is not None and sequence.request is not only:
+                continue
             if sequence.state is SequenceState.DECODING and self._reserve_one(sequence):
                 rows.append((sequence, 1))
         return self._launch(rows) if rows else None
