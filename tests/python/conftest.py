@@ -13,7 +13,7 @@ import pytest
 if TYPE_CHECKING:
     import torch
 
-    from astrai import LLM
+    from astrai import LLM, AsyncLLM
     from astrai.loading import LoadedModel
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -89,3 +89,26 @@ def make_llm(tiny_model: LoadedModel) -> Iterator[Callable[..., LLM]]:
     for llm in made:
         check_empty(llm)
         llm.close()
+
+
+@pytest.fixture
+def make_async(tiny_model: LoadedModel) -> Iterator[Callable[..., AsyncLLM]]:
+    """Makes AsyncLLMs over the tiny model; afterwards each is stopped and its pages are free."""
+    from astrai import AsyncLLM
+    from engine_checks import check_empty
+
+    made: list[AsyncLLM] = []
+
+    def make(**options: Any) -> AsyncLLM:
+        options.setdefault("num_pages", 256)
+        made.append(AsyncLLM(tiny_model, **options))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm._engine.stop()
+        llm._engine.join()
+        check_empty(llm._llm)
+        assert llm.stats() == llm._llm.stats()
+        assert not llm._engine._open
+        llm._llm.close()

@@ -265,7 +265,7 @@ class AsyncLLM:
     async def _submit(self, call: _Call, ticket: Ticket, seed: int) -> Request:
         prepared = await asyncio.to_thread(call.read)
         request = self._llm._make_request(prepared, seed, call.cache_salt, call.streaming)
-        self._engine.submit(call.op, ticket, request)
+        self._engine.submit(ticket, request)
         return request
 
 

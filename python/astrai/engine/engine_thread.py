@@ -87,13 +87,13 @@ class EngineThread:
             unfinished = len(self._open)
             if unfinished >= self._max_batch + self._max_waiting:
                 raise EngineBusyError(op, unfinished, self._max_batch, self._max_waiting)
-            ticket = self._open[name] = Ticket(name, loop)
+            ticket = self._open[name] = Ticket(op, name, loop)
             return ticket
 
-    def submit(self, op: str, ticket: Ticket, request: Request) -> None:
+    def submit(self, ticket: Ticket, request: Request) -> None:
         """Queue the request of an admitted ticket."""
         with self._lock:
-            self.check_open(op)
+            self.check_open(ticket.op)
             ticket.request = request
             self._mailbox.put(partial(self._take, ticket))
 
@@ -259,9 +259,9 @@ class EngineThread:
         except Exception as error:
             _logger.critical("the engine's pages could not be returned", exc_info=error)
         for ticket in self._tickets.values():
-            error_of_ticket = self._closed_error("request")
-            error_of_ticket.__cause__ = failure
-            self._post(ticket.loop, partial(ticket.receive, (), True, error_of_ticket))
+            closed = self._closed_error(ticket.op)
+            closed.__cause__ = failure
+            self._post(ticket.loop, partial(ticket.receive, (), True, closed))
             self._forget(ticket)
         self._tickets.clear()
         self._publish()

@@ -13,6 +13,7 @@ from astrai.engine.request import Request
 class Ticket:
     """Carries what the engine's thread has to say about a request into an event loop.
 
+    op               the method that was called; begins messages
     request_id       the caller's name for the request, or a number
     loop             the event loop that waits; `receive` and the coroutines run in it only
     request          None while the prompt is being prepared
@@ -20,7 +21,8 @@ class Ticket:
     is_done          nothing more will be received
     """
 
-    def __init__(self, request_id: int | str, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, op: str, request_id: int | str, loop: asyncio.AbstractEventLoop) -> None:
+        self.op = op
         self.request_id = request_id
         self.loop = loop
         self.request: Request | None = None
