@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from astrai.attention import ATTN_BACKEND, apply_rotary_emb, attn_backend
     from astrai.config import EngineConfig, ModelConfig
+    from astrai.engine.async_llm import AsyncLLM
     from astrai.engine.llm import LLM
     from astrai.extension import ops
     from astrai.extension.lib import _ext
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 # Public name -> module that defines it.
 _SOURCES = {
     "ATTN_BACKEND": "astrai.attention",
+    "AsyncLLM": "astrai.engine.async_llm",
     "EngineConfig": "astrai.config",
     "InferenceWorkspace": "astrai.workspace",
     "KVCache": "astrai.kv_cache",
@@ -45,6 +47,7 @@ _SOURCES = {
 __all__ = [
     "ATTN_BACKEND",
     "LLM",
+    "AsyncLLM",
     "EngineConfig",
     "InferenceWorkspace",
     "KVCache",

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from astrai.loading import LoadedModel
 
 VOCAB_SIZE = 300
 SPECIAL_TOKENS = ("<bos>", "<eos>", "<|im_start|>", "<|im_end|>")
@@ -43,6 +47,52 @@ def write_tokenizer(directory: Path, **config: object) -> None:
     values = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": CHAT_TEMPLATE, **config}
     values = {key: value for key, value in values.items() if value is not None}
     (directory / "tokenizer_config.json").write_text(json.dumps(values))
+
+
+def make_tiny_model(directory: Path) -> LoadedModel:
+    """A random fp32 Llama: 2 layers, 2 query heads on 1 KV head of width 32, context 256.
+
+    Its tokenizer, written to `directory`, knows 267 ids (control tokens, 256 bytes, a few merges)
+    of 300 rows. Weights are large enough that the next token is neither certain nor a coin toss.
+    """
+    import torch
+
+    from astrai.config import ModelConfig
+    from astrai.loading import LoadedModel
+    from astrai.models.llama import LlamaForCausalLM
+    from astrai.tokenizer.hf import read_chat_template, read_tokenizer
+
+    write_tokenizer(directory)
+    config = ModelConfig(
+        architecture="llama",
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=2,
+        num_q_heads=2,
+        num_kv_heads=1,
+        head_dim=32,
+        max_position=256,
+        bos_token_id=0,
+        eos_token_ids=(1,),
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(25.0 if "head" in name else 10.0)
+    model.requires_grad_(False)
+    return LoadedModel(
+        model,
+        config,
+        read_tokenizer(directory),
+        read_chat_template(directory),
+        "tiny",
+        {},
+    )
 
 
 def make_reference(seed: int = 0, **overrides: object):

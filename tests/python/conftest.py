@@ -13,7 +13,7 @@ import pytest
 if TYPE_CHECKING:
     import torch
 
-    from astrai import LLM
+    from astrai import LLM, AsyncLLM
     from astrai.loading import LoadedModel
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -66,51 +66,10 @@ def reference_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    """A random fp32 Llama: 2 layers, 2 query heads on 1 KV head of width 32, context 256.
+    """A random fp32 Llama, as `checkpoints.make_tiny_model` describes it."""
+    from checkpoints import make_tiny_model
 
-    Its tokenizer knows 267 ids (control tokens, 256 bytes, a few merges) of 300 rows. Weights are
-    large enough that the next token is neither certain nor a coin toss.
-    """
-    import torch
-
-    from astrai.config import ModelConfig
-    from astrai.loading import LoadedModel
-    from astrai.models.llama import LlamaForCausalLM
-    from astrai.tokenizer.hf import read_chat_template, read_tokenizer
-    from checkpoints import VOCAB_SIZE, write_tokenizer
-
-    directory = tmp_path_factory.mktemp("tiny")
-    write_tokenizer(directory)
-    config = ModelConfig(
-        architecture="llama",
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=96,
-        num_layers=2,
-        num_q_heads=2,
-        num_kv_heads=1,
-        head_dim=32,
-        max_position=256,
-        bos_token_id=0,
-        eos_token_ids=(1,),
-        dtype="float32",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(11)
-        model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(25.0 if "head" in name else 10.0)
-    model.requires_grad_(False)
-    return LoadedModel(
-        model,
-        config,
-        read_tokenizer(directory),
-        read_chat_template(directory),
-        "tiny",
-        {},
-    )
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture
@@ -130,3 +89,26 @@ def make_llm(tiny_model: LoadedModel) -> Iterator[Callable[..., LLM]]:
     for llm in made:
         check_empty(llm)
         llm.close()
+
+
+@pytest.fixture
+def make_async(tiny_model: LoadedModel) -> Iterator[Callable[..., AsyncLLM]]:
+    """Makes AsyncLLMs over the tiny model; afterwards each is stopped and its pages are free."""
+    from astrai import AsyncLLM
+    from engine_checks import check_empty
+
+    made: list[AsyncLLM] = []
+
+    def make(**options: Any) -> AsyncLLM:
+        options.setdefault("num_pages", 256)
+        made.append(AsyncLLM(tiny_model, **options))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm._engine.stop()
+        llm._engine.join()
+        check_empty(llm._llm)
+        assert llm.stats() == llm._llm.stats()
+        assert not llm._engine._open
+        llm._llm.close()

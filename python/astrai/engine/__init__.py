@@ -1,6 +1,9 @@
 """The engine: requests in, tokens and text out.
 
     llm         LLM: generate, chat, stream
+    async_llm   AsyncLLM: the same for event loops
+    engine_thread, ticket   the thread that steps for them; what one coroutine sees of it
+    errors      why AsyncLLM did not answer
     prompts     checks prompts, works out their limits
     request     a prompt and its samples while they are generated
     scheduler   which sequences run next, who owns the pages
@@ -11,7 +14,7 @@
     sizing      default number of KV pages
     interrupt   Ctrl-C between steps, not inside them
 
-Output types need no torch; everything else is imported on first use.
+Output types and errors need no torch; everything else is imported on first use.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from astrai.engine.errors import EngineBusyError, EngineClosedError, EngineStepError
 from astrai.engine.outputs import (
     CompletionOutput,
     FinishReason,
@@ -28,6 +32,7 @@ from astrai.engine.outputs import (
 )
 
 if TYPE_CHECKING:
+    from astrai.engine.async_llm import AsyncLLM
     from astrai.engine.core import EngineCore, EngineStats
     from astrai.engine.detokenizer import Detokenizer
     from astrai.engine.executor import Executor
@@ -37,6 +42,7 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "LLM": "llm",
+    "AsyncLLM": "async_llm",
     "Detokenizer": "detokenizer",
     "EngineCore": "core",
     "EngineStats": "core",
@@ -48,10 +54,14 @@ _LAZY = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "Detokenizer",
+    "EngineBusyError",
+    "EngineClosedError",
     "EngineCore",
     "EngineStats",
+    "EngineStepError",
     "Executor",
     "FinishReason",
     "RequestMetrics",

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from astrai.engine.detokenizer import PieceSource
-from astrai.engine.request import Request
+from astrai.engine.request import Request, Sequence
 from astrai.engine.scheduler import ScheduledBatch, Scheduler
 from astrai.sampling.batch_info import SamplingBatchInfo
 from astrai.sampling.sampler import Sampler
 from astrai.threads import single_torch_thread
+
+_logger = logging.getLogger("astrai.engine")
 
 
 class BatchExecutor(Protocol):
@@ -40,8 +43,12 @@ class EngineStats:
 class EngineCore:
     """Requests in, tokens out, one `step` at a time.
 
-    Whoever drives it calls `step` while there is work; results collect in the requests. All
-    methods may be called from several threads: one runs at a time.
+    Whoever drives it calls `step`, or `advance`, while there is work; results collect in the
+    requests. All methods may be called from several threads: one runs at a time.
+
+    progressed       requests to which the last `step` gave tokens or an end
+    failed_requests  requests of the batch in which the last `step` failed; empty if it did not,
+                     or if it failed outside a batch
     """
 
     def __init__(
@@ -61,6 +68,9 @@ class EngineCore:
         self._decode_info: SamplingBatchInfo | None = None
         self._next_task_id = 0
         self._num_steps = 0
+        self.progressed: list[Request] = []
+        self.failed_requests: list[Request] = []
+        self._in_step: list[Sequence] = []  # whose tokens are being computed or given out
         # Reentrant, so that code called from within a step may abort a request.
         self._lock = threading.RLock()
 
@@ -98,33 +108,87 @@ class EngineCore:
         with self._lock:
             self._executor = None
 
-    def step(self) -> None:
+    def step(self, only: Request | None = None) -> None:
         """Run one step of decoding and one chunk of prefill, as far as there is work for them.
 
+        only  run what has been begun of this request and leave the others as they are
+
         If the model or the sampler fails, the exception passes through and every request is left
-        as it was before the step.
+        as it was before the failing batch.
         """
         with self._lock:
+            self.progressed, self.failed_requests, self._in_step = [], [], []
             try:
-                self._step()
+                self._step(only)
             except BaseException:
                 self._prefill_info = self._decode_info = None
                 self.scheduler.rollback()
+                self.failed_requests = _distinct_requests(self._in_step)
                 raise
             self._num_steps += 1
 
-    def _step(self) -> None:
+    def advance(self) -> list[Request]:
+        """A step that a failing request does not stop: the requests that got tokens or an end.
+
+        If a batch fails, each of its requests runs again alone, which gives the same tokens. One
+        that fails alone ends with finish_reason "error", the exception in `Request.error`; the
+        others go on. An exception passes through only if there is no batch to blame, such as one
+        of the scheduler: the engine cannot go on then.
+        """
+        with self._lock:
+            try:
+                self.step()
+                progressed = self.progressed
+            except Exception as error:
+                if not self.failed_requests:
+                    raise
+                progressed = self.progressed + self._isolate(error, self.failed_requests)
+            # Not kept: the exception of a failed request holds all tensors of its step.
+            self.progressed, self.failed_requests, self._in_step = [], [], []
+            return list(dict.fromkeys(progressed))
+
+    def _isolate(self, error: Exception, suspects: list[Request]) -> list[Request]:
+        """Fail those of `suspects` that cannot be computed alone: the requests that got on."""
+        if len(suspects) == 1:
+            self._fail(suspects[0], error)
+            return suspects
+        progressed: list[Request] = []
+        for request in suspects:
+            try:
+                self.step(only=request)
+            except Exception as own_error:
+                if self.failed_requests != [request]:
+                    raise
+                self._fail(request, own_error)
+                progressed.append(request)
+            progressed += self.progressed
+        return progressed
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        _logger.error(
+            "request %d of %d tokens could not be computed",
+            request.request_id,
+            len(request.prompt_ids) + request.num_output_tokens,
+            exc_info=error,
+        )
+        request.error = error
+        self.scheduler.fail(request)
+
+    def _step(self, only: Request | None) -> None:
         # Decoding first: a prompt that is complete then shows its first token without delay, and
         # pages are known to suffice for running sequences before a new one is let in.
         executor = self._executor
         if executor is None:
             raise RuntimeError("step: the engine was closed; expected an open one")
-        batch = self.scheduler.schedule_decode()
+        batch = self.scheduler.schedule_decode(only)
         if batch is not None:
+            self._in_step = batch.sequences
             logits = executor.execute_decode(batch)
             self._decode_info = self._finish_batch(batch, logits, self._decode_info)
-        batch = self.scheduler.schedule_prefill()
+            self._in_step = []
+        batch = self.scheduler.schedule_prefill(only)
         if batch is not None:
+            self._in_step = batch.sequences
             chunk_logits = executor.execute_prefill(batch)
             self._prefill_info = self._finish_batch(batch, chunk_logits, self._prefill_info)
 
@@ -144,6 +208,7 @@ class EngineCore:
             sampled = self._sampler.sample(logits, info)
         self.scheduler.commit(batch)
         now = time.perf_counter()
+        self.progressed = list(dict.fromkeys(self.progressed + _distinct_requests(sequences)))
         for place, (sequence, token_id) in enumerate(
             zip(sequences, sampled.token_ids, strict=True)
         ):
@@ -152,7 +217,13 @@ class EngineCore:
             if token_id < 0:
                 self.scheduler.finish(sequence, "error")
                 continue
-            if sequence.accept(token_id, sampled.logprobs.get(place), now):
+            try:
+                is_last = sequence.accept(token_id, sampled.logprobs.get(place), now)
+            except Exception as error:
+                # Its token is counted and its text is not, so it cannot go on. Others can.
+                self._fail(sequence.request, error)
+                continue
+            if is_last:
                 self.scheduler.finish(sequence)
             else:
                 self.scheduler.place(sequence)
@@ -170,3 +241,7 @@ class EngineCore:
                 preemptions=self.scheduler.num_preemptions,
                 steps=self._num_steps,
             )
+
+
+def _distinct_requests(sequences: Iterable[Sequence]) -> list[Request]:
+    return list(dict.fromkeys(sequence.request for sequence in sequences))

@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,6 +26,7 @@ from astrai.engine.prompts import (
     Prompt,
     PromptLimits,
     PromptReader,
+    check_messages,
     is_conversation,
     params_for_each,
     split_prompts,
@@ -158,8 +160,8 @@ class LLM:
         self._name, self._generation_defaults = loaded.name, dict(loaded.generation_defaults)
         self._engine_config = engine
         self._default_params = _default_params(loaded)
-        self._next_request_id = 0
-        self._num_unseeded = 0
+        # Counters that several threads may draw from.
+        self._request_ids, self._unseeded = count(), count()
         self._is_closed = False
 
     @property
@@ -230,7 +232,7 @@ class LLM:
             self._reader.read(f"generate: prompt {i}", text, p)
             for i, (text, p) in enumerate(zip(texts, params, strict=True))
         ]
-        return self._run("generate", prepared, progress, _check_salt("generate", cache_salt))
+        return self._run("generate", prepared, progress, check_salt("generate", cache_salt))
 
     def chat(
         self,
@@ -251,17 +253,14 @@ class LLM:
                          conversation that the template refuses
         """
         self._check_open("chat")
-        if not messages:
-            raise ValueError("chat: messages is empty; expected at least one message")
-        if not isinstance(messages, (list, tuple)):
-            raise TypeError(f"chat: messages is a {type(messages).__name__}; expected a list")
-        conversations = [messages] if is_conversation(messages) else messages
+        check_messages("chat", messages)
+        conversations: Sequence[Any] = [messages] if is_conversation(messages) else messages
         params = params_for_each("chat", sampling_params, len(conversations), self._default_params)
         prepared = [
             self._reader.read_chat(f"chat: conversation {i}", talk, p, template_values or {})
             for i, (talk, p) in enumerate(zip(conversations, params, strict=True))
         ]
-        outputs = self._run("chat", prepared, progress, _check_salt("chat", cache_salt))
+        outputs = self._run("chat", prepared, progress, check_salt("chat", cache_salt))
         return outputs[0] if is_conversation(messages) else outputs
 
     def stream(
@@ -284,19 +283,8 @@ class LLM:
         """
         self._check_open("stream")
         params = params_for_each("stream", sampling_params, 1, self._default_params)[0]
-        if is_conversation(prompt):
-            prepared = self._reader.read_chat(
-                "stream: conversation",
-                prompt,  # type: ignore[arg-type]  # is_conversation has looked
-                params,
-                template_values or {},
-            )
-        else:
-            texts = split_prompts("stream", prompt)  # type: ignore[arg-type]
-            if len(texts) != 1:
-                raise ValueError(f"stream: {len(texts)} prompts; expected one")
-            prepared = self._reader.read("stream: prompt", texts[0], params)
-        return self._events(prepared, _check_salt("stream", cache_salt))
+        prepared = self._reader.read_one("stream", prompt, params, template_values or {})
+        return self._events(prepared, check_salt("stream", cache_salt))
 
     def close(self) -> None:
         """Abort what is unfinished, let go of weights and cache, refuse further work.
@@ -305,9 +293,11 @@ class LLM:
         """
         if not self._is_closed:
             self._is_closed = True
-            self._core.abort_all()
-            self._core.release_executor()
-            self._kv = None
+            try:
+                self._core.abort_all()
+            finally:
+                self._core.release_executor()
+                self._kv = None
 
     def __enter__(self) -> LLM:
         return self
@@ -327,27 +317,34 @@ class LLM:
     def _submit(
         self, prepared: PreparedPrompt, cache_salt: str, streaming: bool = False
     ) -> Request:
-        params = prepared.params
-        request = Request(
-            self._next_request_id,
+        request = self._make_request(
+            prepared, self._seed_for(prepared.params), cache_salt, streaming
+        )
+        self._core.submit(request)
+        return request
+
+    def _make_request(
+        self, prepared: PreparedPrompt, seed: int, cache_salt: str, streaming: bool
+    ) -> Request:
+        return Request(
+            next(self._request_ids),
             prepared.text,
             prepared.token_ids,
-            params,
-            seed=self._draw_seed() if params.seed is None else params.seed,
+            prepared.params,
+            seed=seed,
             max_new_tokens=prepared.max_new_tokens,
             stop_ids=prepared.stop_ids,
             cache_salt=cache_salt,
             streaming=streaming,
         )
-        self._next_request_id += 1
-        self._core.submit(request)
-        return request
 
-    def _draw_seed(self) -> int:
+    def _seed_for(self, params: SamplingParams) -> int:
+        """The seed in force: the request's own, or the engine's next one."""
+        if params.seed is not None:
+            return params.seed
         if self._engine_config.seed is None:
             return fresh_seed()
-        self._num_unseeded += 1
-        return derived_seed(self._engine_config.seed, self._num_unseeded - 1)
+        return derived_seed(self._engine_config.seed, next(self._unseeded))
 
     def _run(
         self,
@@ -382,7 +379,7 @@ class LLM:
             for request in requests:
                 self._core.abort(request.request_id)
             raise
-        _check_errors(op, requests)
+        check_errors(op, requests)
         return [request.output() for request in requests]
 
     def _events(
@@ -403,7 +400,7 @@ class LLM:
                     self._core.step()
         finally:
             self._core.abort(request.request_id)
-        _check_errors("stream", [request])
+        check_errors("stream", [request])
 
 
 def _load(
@@ -448,7 +445,8 @@ def _default_params(loaded: LoadedModel) -> SamplingParams:
         ) from None
 
 
-def _check_salt(op: str, salt: str) -> str:
+def check_salt(op: str, salt: str) -> str:
+    """The salt itself; TypeError for anything but a string."""
     if not isinstance(salt, str):
         raise TypeError(f"{op}: cache_salt is {salt!r}; expected a string")
     return salt
@@ -477,8 +475,11 @@ def _context(config: ModelConfig, max_context: int | None) -> int:
     return max_context
 
 
-def _check_errors(op: str, requests: Sequence[Request]) -> None:
+def check_errors(op: str, requests: Sequence[Request]) -> None:
+    """Raise RuntimeError if the model gave a request no usable logits, or what else it met."""
     for place, request in enumerate(requests):
+        if request.error is not None:
+            raise request.error
         for sequence in request.sequences:
             if sequence.finish_reason == "error":
                 raise RuntimeError(

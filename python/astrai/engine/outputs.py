@@ -57,12 +57,13 @@ class RequestMetrics:
 class RequestOutput:
     """The finished answer to one prompt.
 
+    request_id        the caller's name for the request, or its number in the engine
     prompt            the text that was given or rendered; None when token ids were given
     prompt_token_ids  what the model saw
     outputs           n samples, in order of index
     """
 
-    request_id: int
+    request_id: int | str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]

@@ -78,6 +78,30 @@ class PromptReader:
         token_ids = self._tokenizer.encode(text, add_special_tokens=False)
         return self._prepare(where, text, token_ids, params)
 
+    def read_one(
+        self,
+        op: str,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams,
+        template_values: Mapping[str, Any],
+    ) -> PreparedPrompt:
+        """Check one prompt, or render and check one conversation."""
+        if is_conversation(prompt):
+            return self.read_chat(
+                f"{op}: conversation",
+                prompt,  # type: ignore[arg-type]  # is_conversation has looked
+                params,
+                template_values,
+            )
+        return self.read_prompt(op, prompt, params)  # type: ignore[arg-type]
+
+    def read_prompt(self, op: str, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
+        """Check what should be one text or list of token ids."""
+        prompts = split_prompts(op, prompt)
+        if len(prompts) != 1:
+            raise ValueError(f"{op}: {len(prompts)} prompts; expected one")
+        return self.read(f"{op}: prompt", prompts[0], params)
+
     def _check_ids(self, where: str, ids: Sequence[int]) -> list[int]:
         vocab_size = self._limits.vocab_size
         for token_id in ids:
@@ -149,6 +173,14 @@ class PromptReader:
 def is_conversation(value: object) -> bool:
     """True for a list whose first entry is a message."""
     return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], Mapping)
+
+
+def check_messages(op: str, messages: object) -> None:
+    """Raise unless this is a list that has something in it; `op` begins the error message."""
+    if not messages:
+        raise ValueError(f"{op}: messages is empty; expected at least one message")
+    if not isinstance(messages, (list, tuple)):
+        raise TypeError(f"{op}: messages is a {type(messages).__name__}; expected a list")
 
 
 def split_prompts(op: str, prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

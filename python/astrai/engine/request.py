@@ -151,6 +151,7 @@ class Request:
     cache_salt      only requests with the same one share cached prefixes
     priority        the lower it is, the sooner the request is served
     events          what a stream reader has not taken yet; None when nobody streams
+    error           what kept the request from being computed; its samples ended with "error" then
     """
 
     def __init__(
@@ -177,6 +178,7 @@ class Request:
         self.cache_salt = cache_salt
         self.priority = priority
         self.events: deque[StreamEvent] | None = deque() if streaming else None
+        self.error: Exception | None = None
         self.sequences: list[Sequence] = []
         self.arrival = time.perf_counter()
         self._cached_tokens: int | None = None

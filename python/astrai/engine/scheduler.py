@@ -172,25 +172,38 @@ class Scheduler:
         self._release(sequence)
         self._forget_if_finished(sequence.request)
 
+    def fail(self, request: Request) -> None:
+        """End every unfinished sample of a request with "error". No step may be in flight."""
+        self._check_idle()
+        for sequence in request.sequences:
+            if sequence.finish_reason is None:
+                self.finish(sequence, "error")
+
     def _forget_if_finished(self, request: Request) -> None:
         if request.is_finished:
             self._requests.pop(request.request_id, None)
 
     # --- steps ------------------------------------------------------------------------------
 
-    def schedule_prefill(self) -> ScheduledBatch | None:
-        """Chunks of prompts (and of preempted sequences) within the token budget, or None."""
+    def schedule_prefill(self, only: Request | None = None) -> ScheduledBatch | None:
+        """Chunks of prompts (and of preempted sequences) within the token budget, or None.
+
+        With `only`, what has been begun of that request goes on and nothing else.
+        """
         self._check_idle()
-        self._make_way()
+        if only is None:
+            self._make_way()
         budget = self.max_step_tokens
         rows: list[tuple[Sequence, int]] = []
         for sequence in self._prefilling:
             if budget == 0:
                 break
+            if only is not None and sequence.request is not only:
+                continue
             chunk = min(budget, sequence.num_tokens - sequence.num_computed)
             rows.append((sequence, chunk))
             budget -= chunk
-        position = 0
+        position = 0 if only is None else len(self._waiting)
         blocked: list[Sequence] = []
         while budget and position < len(self._waiting) and self.num_running < self.max_batch:
             sequence = self._waiting[position]
@@ -214,31 +227,36 @@ class Scheduler:
             budget -= chunk
         return self._launch(rows) if rows else None
 
-    def schedule_decode(self) -> ScheduledBatch | None:
-        """One new token for every decoding sequence that can have a page for it, or None."""
+    def schedule_decode(self, only: Request | None = None) -> ScheduledBatch | None:
+        """One new token for every decoding sequence that can have a page for it, or None.
+
+        With `only`, for the sequences of that request.
+        """
         self._check_idle()
-        rows = self._decoding.copy()
+        rows = self._decoding_of(only)
         num_reserved = self.pool.try_reserve_one_each([row.task_id for row in rows])
         # Where pages ran out, one after the other: whoever is last in order gives up its own.
         for sequence in rows[num_reserved:]:
             if sequence.state is SequenceState.DECODING:
                 self._reserve_one(sequence)
         if num_reserved < len(rows):
-            rows = self._decoding.copy()
+            rows = self._decoding_of(only)
         return self._launch_decode(rows) if rows else None
+
+    def _decoding_of(self, only: Request | None) -> list[Sequence]:
+        if only is None:
+            return self._decoding.copy()
+        return [sequence for sequence in self._decoding if sequence.request is only]
 
     def commit(self, batch: ScheduledBatch) -> None:
         """Count the tokens that the forward pass has written; release what was aborted in it."""
         page_size = self.pool.page_size
         self.pool.append_each(batch.task_ids, batch.q_lens)
         for sequence, q_len in zip(batch.sequences, batch.q_lens, strict=True):
-            num_computed = sequence.num_computed + q_len
-            if num_computed % page_size < q_len and sequence.finish_reason is None:
-                # A page is full.
-                sequence.num_computed = num_computed
+            sequence.num_computed += q_len
+            page_is_full = sequence.num_computed % page_size < q_len
+            if page_is_full and sequence.finish_reason is None:
                 self._index(sequence)
-            else:
-                sequence.num_computed = num_computed
         self._land()
 
     def rollback(self) -> None:
