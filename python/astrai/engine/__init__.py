@@ -2,6 +2,8 @@
 
     llm         LLM: generate, chat, stream
     prompts     checks prompts, works out their limits
+    bans        bad words as token ids
+    prompt_scores  log probabilities of a prompt's tokens
     request     a prompt and its samples while they are generated
     scheduler   which sequences run next, who owns the pages
     executor    runs the model over a batch

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from astrai.engine.detokenizer import PieceSource
+from astrai.engine.prompt_scores import PromptScores
 from astrai.engine.request import Request
 from astrai.engine.scheduler import ScheduledBatch, Scheduler
 from astrai.sampling.batch_info import SamplingBatchInfo
-from astrai.sampling.sampler import Sampler
+from astrai.sampling.sampler import NOT_FINITE, RULED_OUT, Sampler
 from astrai.threads import single_torch_thread
 
 
 class BatchExecutor(Protocol):
     """The part of `Executor` that the step loop needs."""
 
-    def execute_prefill(self, batch: ScheduledBatch) -> torch.Tensor | None: ...
+    def execute_prefill(
+        self,
+        batch: ScheduledBatch,
+        read_prompt_logits: Callable[[torch.Tensor], None] | None = None,
+    ) -> torch.Tensor | None: ...
     def execute_decode(self, batch: ScheduledBatch) -> torch.Tensor: ...
 
 
@@ -70,13 +75,13 @@ class EngineCore:
         return self.scheduler.has_work
 
     def submit(self, request: Request) -> None:
-        """Queue a checked request. One that may generate nothing ends at once."""
+        """Queue a checked request. One that has nothing to compute ends at once."""
         with self._lock:
             sequences = request.make_sequences(
                 self._next_task_id, self._tokenizer, self._special_ids
             )
             self._next_task_id += len(sequences)
-            if request.max_new_tokens == 0:
+            if request.max_new_tokens == 0 and request.num_scored == len(request.prompt_ids) - 1:
                 for sequence in sequences:
                     sequence.end("length")
             else:
@@ -125,8 +130,20 @@ class EngineCore:
             self._decode_info = self._finish_batch(batch, logits, self._decode_info)
         batch = self.scheduler.schedule_prefill()
         if batch is not None:
-            chunk_logits = executor.execute_prefill(batch)
+            if batch.scored:
+                scores = PromptScores(batch, self._sampler.vocab_size)
+                chunk_logits = executor.execute_prefill(batch, scores.read)
+                self._end_unusable(scores)
+            else:
+                chunk_logits = executor.execute_prefill(batch)
             self._prefill_info = self._finish_batch(batch, chunk_logits, self._prefill_info)
+
+    def _end_unusable(self, scores: PromptScores) -> None:
+        """End the requests whose prompts gave logits that mean nothing."""
+        for request, num_tokens in scores.unusable:
+            for sequence in request.sequences:
+                sequence.error = _failure(NOT_FINITE, num_tokens)
+            self.scheduler.end_all(request, "error")
 
     def _finish_batch(
         self,
@@ -150,6 +167,7 @@ class EngineCore:
             if sequence.finish_reason is not None:
                 continue  # aborted while the step ran
             if token_id < 0:
+                sequence.error = _failure(token_id, sequence.num_tokens)
                 self.scheduler.finish(sequence, "error")
                 continue
             if sequence.accept(token_id, sampled.logprobs.get(place), now):
@@ -170,3 +188,16 @@ class EngineCore:
                 preemptions=self.scheduler.num_preemptions,
                 steps=self._num_steps,
             )
+
+
+def _failure(code: int, num_tokens: int) -> str:
+    """Why no token could be chosen after so many tokens; `code` is the sampler's."""
+    if code == RULED_OUT:
+        return (
+            f"the sampling parameters rule out every token after {num_tokens} tokens "
+            "(allowed_token_ids, bad_words, min_tokens); expected at least one that may be chosen"
+        )
+    return (
+        f"the model's logits are not finite after {num_tokens} tokens; "
+        "expected at least one finite logit"
+    )
