@@ -182,7 +182,9 @@ def test_version(run):
         (["generate", ""], ["empty"]),
         (["generate", "one", ""], ["prompt 2", "empty"]),
         (["chat", " "], ["empty"]),
-        (["generate", "hi", "--logprobs", "2"], ["--json"]),
+        (["generate", "hi", "--logprobs", "2"], ["--logprobs", "--json"]),
+        (["generate", "hi", "--prompt-logprobs", "2"], ["--prompt-logprobs", "--json"]),
+        (["generate", "hi", "--best-of", "0"], ["--best-of"]),
         (["generate", "hi", "--logit-bias", "7"], ["--logit-bias", "'7'", "ID=X"]),
         (["generate", "hi", "--model", "no-such-model"], ["no-such-model"]),
         (["generate", "hi", "--file", "/no/such/file"], ["/no/such/file"]),
@@ -232,6 +234,9 @@ def test_folder_without_a_model_is_refused(run, tmp_path):
         ("--temperature", "nan", "temperature"),
         ("--top-p", "2", "top_p"),
         ("--logit-bias", "1000000=5", "1000000"),
+        ("--allowed-token-id", "1000000", "1000000"),
+        ("--bad-word", "", "bad_words"),
+        ("--best-of", "1000", "best_of"),
     ],
 )
 def test_value_that_the_library_refuses_is_named(run, tiny_model, option, value, fragment):
@@ -344,6 +349,39 @@ def test_json_has_one_object_a_prompt_with_every_answer(run, tiny_model, expecte
         assert output["finish_reason"] == "length"
         assert len(output["token_ids"]) == len(output["logprobs"]) == 6
         assert all(value is None or value <= 0 for value in output["logprobs"][0].values())
+
+
+def test_json_has_the_best_answers_and_the_prompt(run, tiny_model):
+    code, out, err = run(
+        "generate", "hello", "--model", tiny_model, "--json", "--n", 2, "--best-of", 4,
+        "--prompt-logprobs", 1, "--max-tokens", 5, "--ignore-eos", "--seed", 3,
+    )  # fmt: skip
+    assert code == 0
+    (entry,) = [json.loads(line) for line in out.splitlines()]
+    first, second = entry["outputs"]
+    assert (first["index"], second["index"]) == (0, 1)
+    assert first["cumulative_logprob"] >= second["cumulative_logprob"]
+    assert "logprobs" not in first
+    assert len(entry["prompt_logprobs"]) == entry["prompt_tokens"]
+    assert entry["prompt_logprobs"][0] is None
+    assert "20 tokens" in err, "all answers are counted"
+
+
+def test_best_of_one_prompt_is_shown_without_streaming(run, tiny_model):
+    code, out, _ = run(
+        "generate", "hello", "--model", tiny_model, "--best-of", 3, *GREEDY, "--seed", 3
+    )
+    assert code == 0
+    assert out.startswith("==> hello\n")
+
+
+def test_words_and_ids_limit_the_answer(run, tiny_model):
+    words = ("generate", "hello", "--model", tiny_model, "--json", "--max-tokens", 20)
+    words += ("--allowed-token-id", 70, "--allowed-token-id", 71, "--seed", 1)
+    _, out, _ = run(*words)
+    assert set(json.loads(out)["outputs"][0]["text"]) == {"B", "C"}
+    _, out, _ = run(*words, "--bad-word", "B")
+    assert json.loads(out)["outputs"][0]["text"] == "C" * 20
 
 
 def test_seed_repeats_the_text(run, tiny_model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -21,6 +22,11 @@ EXAMPLES = {
     "kernel_from_numpy.py": r"largest difference from numpy: \d\.\d+e-0[67]",
     "async_stream.py": r"\? -> .+\n.+\? -> .+\ncancelled: True",
     "train_step.py": r"step 30  loss [01]\.",
+    "sampling.py": (
+        r"(?s)0: +(-\d.*)1: +-\d.*2: +-\d.*same samples: True\n"
+        r"without Paris: '(?!.*(Paris|located))"
+    ),
+    "prompt_logprobs.py": r"(?s)' Paris' +-0\.\d+ +likeliest: ' Paris'.*perplexity \d+\.",
 }
 
 
@@ -49,6 +55,18 @@ def test_links_to_files_lead_somewhere(page):
     for target in LINK.findall(page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_sampling_page_names_every_parameter_with_its_default():
+    from astrai import SamplingParams
+
+    page = (ROOT / "docs" / "sampling.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| `([^`]*)` \| [^|]+ \| [^|]+ \|[^|]*\|$", page, re.MULTILINE)
+    fields = [(field.name, repr(field.default)) for field in dataclasses.fields(SamplingParams)]
+    assert rows == fields
+    value = r"\(\)|None|True|False|\d+(?:\.\d+)?"
+    entry = rf"^    (\w+)\s+default ({value})"
+    assert re.findall(entry, SamplingParams.__doc__, re.MULTILINE) == fields
 
 
 def test_every_example_is_run_here():

@@ -102,6 +102,31 @@ def test_chat_and_streamed_chat(make_llm, make_async):
     assert streamed == samples_of(expected)
 
 
+@pytest.mark.parametrize("max_step_tokens", [4, 64])
+def test_ends_without_a_token_are_reported(make_llm, make_async, max_step_tokens):
+    """Prompts that are only to be scored."""
+    scored = SamplingParams(max_tokens=0, prompt_logprobs=2)
+    prompt = list(range(10, 30))
+    (expected,) = make_llm().generate([prompt], scored)
+
+    async def main():
+        async with make_async(max_step_tokens=max_step_tokens) as llm:
+            output = await asyncio.wait_for(llm.generate(prompt, scored), HANG)
+            streamed = await asyncio.wait_for(read(llm.stream(prompt, scored)), HANG)
+            best = await asyncio.wait_for(llm.generate(prompt, greedy(best_of=3)), HANG)
+            with pytest.raises(ValueError, match="best_of"):
+                llm.stream(prompt, greedy(best_of=3))
+            return output, streamed, best
+
+    output, streamed, best = asyncio.run(main())
+    assert output.outputs == expected.outputs
+    assert len(output.prompt_logprobs) == len(prompt)
+    for mine, other in zip(output.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True):
+        assert mine == pytest.approx(other, abs=1e-4)
+    assert streamed == samples_of(expected)
+    assert len(best.outputs) == 1
+
+
 def test_engine_seed_counts_in_the_order_of_the_calls(make_llm, make_async):
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     prompts = ["hello " * (12 - i) for i in range(12)]  # the first are prepared last

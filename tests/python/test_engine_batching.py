@@ -46,8 +46,10 @@ def neighbour(seed=None, **params):
         [neighbour(seed=7)],
         [neighbour(), neighbour(seed=7), SamplingParams(temperature=0, max_tokens=16)],
         [neighbour(top_k=3), neighbour(top_p=0.5), neighbour(repetition_penalty=1.3)],
+        [neighbour(bad_words=["a", "th"]), neighbour(allowed_token_ids=range(40, 60))],
+        [neighbour(best_of=3), neighbour(prompt_logprobs=2), neighbour(logprobs=1)],
     ],
-    ids=["unseeded", "seeded", "mixed", "filtered"],
+    ids=["unseeded", "seeded", "mixed", "filtered", "limited", "scored"],
 )
 @pytest.mark.parametrize("place", ["first", "last"])
 def test_seeded_request_ignores_its_neighbours(make_llm, alone, others, place):
@@ -107,6 +109,30 @@ def test_samples_differ_and_repeat(make_llm):
     assert len({tuple(sample) for sample in first}) == 3
     single = tokens(make_llm().generate(PROMPT, SEEDED))[0]
     assert first[0] == single[0], "sample 0 is what n=1 gives"
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"bad_words": ["a", "th", "\x05\x06"]},
+        {"allowed_token_ids": range(40, 140), "top_k": 30},
+        {"prompt_logprobs": 1},
+        {"best_of": 4},
+        {"min_p": 0.01, "min_tokens": 4, "stop_token_ids": [9]},
+    ],
+    ids=str,
+)
+def test_every_kind_of_request_repeats_in_other_company(make_llm, params):
+    """Alone, chunked, preempted and as the last of a crowd: the same tokens for the same seed."""
+    own = SamplingParams(seed=3, max_tokens=16, ignore_eos=True, **params)
+    (expected,) = tokens(make_llm().generate(PROMPT, own))
+    crowd = prompts_of(5, 9, 20)
+    others = [neighbour(top_k=5), greedy(16), neighbour(bad_words="e", seed=1)]
+    for options in ({}, {"num_pages": 10, "page_size": 4, "max_step_tokens": 3}):
+        llm = make_llm(**options)
+        outputs = llm.generate([*crowd, PROMPT], [*others, own])
+        assert tokens(outputs)[-1] == expected
+        assert not options or llm.stats().preemptions > 0
 
 
 def test_unseeded_requests_differ(make_llm):

@@ -82,37 +82,6 @@ def test_chat_renders_the_template(make_llm, tiny_model):
     assert [item.outputs[0].token_ids for item in both] == [output.outputs[0].token_ids] * 2
 
 
-def test_sample_counts_add_up(make_llm):
-    params = SamplingParams(n=3, seed=1, max_tokens=5, ignore_eos=True)
-    (output,) = make_llm().generate("hello", params)
-    assert [sample.index for sample in output.outputs] == [0, 1, 2]
-    assert output.metrics.output_tokens == 15
-    assert output.metrics.prompt_tokens == len(output.prompt_token_ids)
-
-
-def test_samples_that_end_at_different_steps_are_all_there(make_llm):
-    params = SamplingParams(
-        n=8, temperature=1.0, seed=1, max_tokens=8, logit_bias={1: 9.0}, logprobs=0
-    )
-    llm = make_llm()
-    (output,) = llm.generate("hello", params)
-    assert [sample.index for sample in output.outputs] == list(range(8))
-    assert len({len(sample.token_ids) for sample in output.outputs}) > 1
-    assert all(sample.finish_reason in ("stop", "length") for sample in output.outputs)
-    texts, reasons = [""] * 8, [None] * 8
-    for event in llm.stream("hello", params):
-        assert reasons[event.index] is None, "nothing follows a finish reason"
-        texts[event.index] += event.text
-        reasons[event.index] = event.finish_reason
-    assert texts == [sample.text for sample in output.outputs]
-    assert reasons == [sample.finish_reason for sample in output.outputs]
-
-
-def test_greedy_samples_are_equal(make_llm):
-    (output,) = make_llm().generate("hello", greedy(n=2))
-    assert output.outputs[0].token_ids == output.outputs[1].token_ids
-
-
 def test_progress_is_reported(make_llm):
     seen = []
     make_llm().generate(

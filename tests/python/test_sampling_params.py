@@ -53,6 +53,17 @@ def test_defaults_are_plain_sampling():
         ("stop", ""),
         ("stop", ("a", "")),
         ("stop_token_ids", (-1,)),
+        ("best_of", 0),
+        ("best_of", -1),
+        ("best_of", 129),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", 21),
+        ("allowed_token_ids", ()),
+        ("allowed_token_ids", (3, -1)),
+        ("bad_words", ""),
+        ("bad_words", ("a", "")),
+        ("bad_words", ("a",) * 1025),
+        ("bad_words", "a" * 1025),
         ("logit_bias", {-1: 1.0}),
         ("logit_bias", {1: 101.0}),
         ("logit_bias", {1: math.nan}),
@@ -76,6 +87,15 @@ def test_value_out_of_range_is_named(field, value):
         ("stop", 7),
         ("stop_token_ids", ("a",)),
         ("stop_token_ids", 3),
+        ("best_of", 1.0),
+        ("best_of", True),
+        ("prompt_logprobs", True),
+        ("prompt_logprobs", "5"),
+        ("allowed_token_ids", 3),
+        ("allowed_token_ids", ("a",)),
+        ("allowed_token_ids", (True,)),
+        ("bad_words", 7),
+        ("bad_words", (b"a",)),
         ("logit_bias", [1, 2]),
         ("logit_bias", {"1": 1.0}),
         ("logit_bias", {1: "x"}),
@@ -92,6 +112,32 @@ def test_min_tokens_must_not_exceed_max_tokens():
     with pytest.raises(ValueError, match=r"min_tokens is 5; expected at most max_tokens \(4\)"):
         SamplingParams(min_tokens=5, max_tokens=4)
     assert SamplingParams(min_tokens=5, max_tokens=None).min_tokens == 5
+
+
+def test_best_of_is_at_least_n():
+    with pytest.raises(ValueError, match=r"best_of is 2; expected None or an integer from n \(3\)"):
+        SamplingParams(n=3, best_of=2)
+    assert SamplingParams(n=3).num_samples == 3
+    assert SamplingParams(n=3, best_of=3).num_samples == 3
+    assert SamplingParams(n=3, best_of=128).num_samples == 128
+
+
+def test_log_probabilities_are_needed_to_report_or_to_rank():
+    assert not SamplingParams(n=2, best_of=2, prompt_logprobs=1).needs_logprobs
+    assert SamplingParams(logprobs=0).needs_logprobs
+    assert SamplingParams(best_of=2).needs_logprobs
+
+
+def test_bad_words_take_one_string_or_several():
+    assert SamplingParams(bad_words="end").bad_words == ("end",)
+    assert SamplingParams(bad_words=["a", " b"]).bad_words == ("a", " b")
+
+
+def test_allowed_ids_are_a_set():
+    params = SamplingParams(allowed_token_ids=iter([7, 3, 7]))
+    assert params.allowed_token_ids == (3, 7)
+    assert list(params.allowed_ids_array) == [3, 7]
+    assert params == SamplingParams(allowed_token_ids=[3, 7])
 
 
 def test_stop_takes_one_string_or_several():
@@ -112,6 +158,8 @@ def test_ids_are_checked_against_the_vocabulary():
         SamplingParams(logit_bias={10: 1.0}).check_vocabulary(10)
     with pytest.raises(ValueError, match=r"stop_token_ids has id 10"):
         SamplingParams(stop_token_ids=(10,)).check_vocabulary(10)
+    with pytest.raises(ValueError, match=r"allowed_token_ids has id 10"):
+        SamplingParams(allowed_token_ids=(3, 10)).check_vocabulary(10)
 
 
 def test_params_are_immutable_and_do_not_share_the_callers_dict():
@@ -131,11 +179,13 @@ def test_a_bias_cannot_be_changed_after_the_checks():
 
 
 def test_equal_params_are_one_key_and_survive_a_copy():
-    params = SamplingParams(logit_bias={7: 1.0, 3: -2}, stop="x", seed=4)
-    again = SamplingParams(logit_bias={3: -2.0, 7: 1.0}, stop=["x"], seed=4)
+    bans = {"allowed_token_ids": [1, 2, 7], "bad_words": "no"}
+    params = SamplingParams(logit_bias={7: 1.0, 3: -2}, stop="x", seed=4, **bans)
+    assert len(params.allowed_ids_array) == 3  # made before the copies below
+    again = SamplingParams(logit_bias={3: -2.0, 7: 1.0}, stop=["x"], seed=4, **bans)
     assert params == again
     assert {params, again} == {params}
-    assert params != SamplingParams(logit_bias={7: 2.0, 3: -2}, stop="x", seed=4)
+    assert params != SamplingParams(logit_bias={7: 2.0, 3: -2}, stop="x", seed=4, **bans)
     for copied in (copy.deepcopy(params), pickle.loads(pickle.dumps(params))):
         assert copied == params
     assert dataclasses.replace(params, seed=5).logit_bias == {7: 1.0, 3: -2.0}

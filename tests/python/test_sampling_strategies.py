@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from astrai.sampling import (
+    AllowedTokenIdsStrategy,
+    BadWordsStrategy,
     FrequencyPenaltyStrategy,
     LogitBiasStrategy,
     MinPStrategy,
@@ -18,36 +20,14 @@ from astrai.sampling import (
     RepetitionPenaltyStrategy,
     Sampler,
     SamplingBatchInfo,
-    SamplingParams,
-    SamplingRow,
     TopKStrategy,
     TopPStrategy,
 )
-from astrai.sampling.random import stream_key
-
-CPU = torch.device("cpu")
-
-
-def make_row(prompt=(0,), output=(), seed=0, stop_ids=(), **params):
-    return SamplingRow(
-        SamplingParams(**params), list(prompt), list(output), stream_key(seed, 0), tuple(stop_ids)
-    )
+from astrai.sampling.logprobs import token_logprobs
+from sampling_rows import CPU, draws, make_row, run_steps, sample
 
 
-def sample(logits, rows, vocab_size=None):
-    """One step of the sampler over rows; the logits are not changed."""
-    logits = torch.as_tensor(logits)
-    sampler = Sampler(vocab_size or logits.shape[1])
-    return sampler.sample(logits.clone(), sampler.batch_info(rows, CPU)).token_ids
-
-
-def draws(logits, count, **params):
-    """`count` tokens of one request with these logits at every position, as one batch."""
-    rows = [make_row(seed=seed, **params) for seed in range(count)]
-    return sample(torch.as_tensor(logits).expand(count, -1), rows)
-
-
-def naive_distribution(logits, prompt, output, params, stop_ids=()):
+def naive_distribution(logits, prompt, output, params, stop_ids=(), bad_ids=()):
     """Probabilities that the definitions give, in double precision and plain loops."""
     values = [float(x) for x in logits]
     counts = Counter(output)
@@ -58,6 +38,12 @@ def naive_distribution(logits, prompt, output, params, stop_ids=()):
         values[i] -= params.frequency_penalty * count + params.presence_penalty
     for i, bias in (params.logit_bias or {}).items():
         values[i] += bias
+    if params.allowed_token_ids is not None:
+        for i in set(range(len(values))) - set(params.allowed_token_ids):
+            values[i] = -math.inf
+    for *beginning, last in bad_ids:
+        if output[len(output) - len(beginning) :] == beginning:
+            values[last] = -math.inf
     if len(output) < params.min_tokens:
         for i in stop_ids:
             values[i] = -math.inf
@@ -88,6 +74,18 @@ def naive_distribution(logits, prompt, output, params, stop_ids=()):
         {},
         {"temperature": 0.3},
         {"temperature": 5.0},
+        {"bad_ids": [(3,), (8,)]},
+        {"bad_ids": [(5, 3), (5, 5, 5, 8), (2, 5, 9), (2, 2, 5, 5, 5, 10), (1, 2, 2, 6)]},
+        {"allowed_token_ids": [0, 3, 4, 9]},
+        {"allowed_token_ids": [3, 9], "top_k": 5, "top_p": 0.9},
+        {"allowed_token_ids": [0, 2, 3, 4, 8], "bad_ids": [(8,), (5, 3)], "min_tokens": 5},
+        {
+            "allowed_token_ids": [0, 1, 2, 5, 9],
+            "bad_ids": [(9,)],
+            "logit_bias": {9: 100.0, 1: 2.0},
+            "repetition_penalty": 0.6,
+            "top_k": 3,
+        },
         {"top_k": 3},
         {"top_p": 0.6},
         {"min_p": 0.2},
@@ -106,11 +104,11 @@ def test_frequencies_follow_the_defined_distribution(params, generator):
     count, vocab = 4000, 12
     logits = torch.randn(vocab, generator=generator) * 1.5
     prompt, output, stop_ids = [1, 2, 2], [2, 5, 5, 5], (0, 4)
-    settings = SamplingParams(**params)
-    expected = np.array(naive_distribution(logits, prompt, output, settings, stop_ids))
     rows = [
         make_row(prompt, output, seed=seed, stop_ids=stop_ids, **params) for seed in range(count)
     ]
+    settings, bad_ids = rows[0].params, rows[0].bad_ids
+    expected = np.array(naive_distribution(logits, prompt, output, settings, stop_ids, bad_ids))
     found = np.bincount(sample(logits.expand(count, -1), rows), minlength=vocab) / count
     assert found[expected == 0].sum() == 0, "a token was chosen that the filters rule out"
     spread = np.sqrt(expected * (1 - expected) / count)
@@ -207,6 +205,9 @@ def test_flat_nuclei_that_outgrow_the_table_are_exact(width):
         {"top_k": 300, "top_p": 0.95},
         {"repetition_penalty": 1.3, "frequency_penalty": 0.2},
         {"logit_bias": {5: 3.0}},
+        {"bad_ids": [(5,), (9, 6), (9, 9, 7)]},
+        {"allowed_token_ids": range(3, 400, 7), "temperature": 0},
+        {"allowed_token_ids": range(3, 400, 7), "top_k": 100},
     ],
     ids=str,
 )
@@ -220,12 +221,14 @@ def test_a_row_does_not_depend_on_its_neighbours(params, generator):
         {},
         {"min_tokens": 9, "presence_penalty": 1.0},
         {"logit_bias": {1: 50.0}},
+        {"bad_ids": [(1,), (7, 8)], "top_p": 0.9},
+        {"allowed_token_ids": [5], "best_of": 3},
     ]
-    logits = torch.randn(40, 8, vocab, generator=generator) * 2
+    logits = torch.randn(40, 10, vocab, generator=generator) * 2
     for step in range(40):
         own = logits[step, 0]
         alone = sample(own[None], [make_row([3, 4], [9, 9], seed=step, **params)])[0]
-        for place in (0, 3, 7):
+        for place in (0, 3, 9):
             rows = [
                 make_row([6], [7], seed=-1 - i, stop_ids=(2,), **p)
                 for i, p in enumerate(neighbours)
@@ -301,6 +304,8 @@ def test_each_parameter_brings_its_strategy_in_order():
         frequency_penalty=0.1,
         presence_penalty=0.1,
         logit_bias={1: 1.0},
+        bad_ids=[(1,)],
+        allowed_token_ids=[1, 2],
         min_tokens=2,
         top_k=5,
         top_p=0.5,
@@ -311,6 +316,8 @@ def test_each_parameter_brings_its_strategy_in_order():
         FrequencyPenaltyStrategy,
         PresencePenaltyStrategy,
         LogitBiasStrategy,
+        AllowedTokenIdsStrategy,
+        BadWordsStrategy,
         MinTokensStrategy,
         TopKStrategy,
         TopPStrategy,
@@ -333,23 +340,14 @@ def test_batch_facts():
 # --- over several steps ---------------------------------------------------------------------------
 
 
-def run_steps(rows, logits):
-    """Sample step after step, appending to the rows; returns how often facts were worked out."""
-    sampler = Sampler(logits.shape[2])
-    info, built = None, 0
-    for step_logits in logits:
-        fresh = sampler.batch_info(rows, CPU, info)
-        built += fresh is not info
-        info = fresh
-        result = sampler.sample(step_logits.clone(), info)
-        for row, token in zip(rows, result.token_ids, strict=True):
-            row.output_ids.append(token)
-    return built
-
-
 def test_facts_are_worked_out_once_while_the_batch_stays(generator):
-    rows = [make_row(seed=1, frequency_penalty=0.5), make_row(seed=2, top_k=5)]
-    assert run_steps(rows, torch.randn(20, 2, 50, generator=generator)) == 1
+    rows = [
+        make_row(seed=1, frequency_penalty=0.5),
+        make_row(seed=2, top_k=5),
+        make_row(seed=3, bad_ids=[(4,), (5, 6)]),
+        make_row(seed=4, allowed_token_ids=range(5, 30)),
+    ]
+    assert run_steps(rows, torch.randn(20, 4, 50, generator=generator)) == 1
 
 
 def test_facts_are_renewed_when_rows_or_their_tokens_change(generator):
@@ -424,6 +422,31 @@ def test_logprobs_are_those_of_the_raw_distribution(generator):
     for row, entries in result.logprobs.items():
         for token, value in entries.items():
             assert value == pytest.approx(expected[row, token].item(), abs=1e-5)
+
+
+def test_chosen_tokens_have_log_probabilities_where_samples_are_ranked(generator):
+    logits = torch.randn(2, 30, generator=generator)
+    sampler = Sampler(30)
+    rows = [make_row(best_of=2), make_row(best_of=1)]
+    result = sampler.sample(logits.clone(), sampler.batch_info(rows, CPU))
+    token = result.token_ids[0]
+    expected = logits[0].double().log_softmax(0)[token].item()
+    assert result.logprobs == {0: {token: pytest.approx(expected, abs=1e-5)}}
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 8, 9, 40])
+def test_logprobs_of_given_tokens(num_rows, generator):
+    logits = torch.randn(num_rows, 50, generator=generator)
+    tokens = torch.randint(50, (num_rows,), generator=generator).tolist()
+    counts = [i % 4 for i in range(num_rows)]
+    expected = logits.double().log_softmax(dim=1)
+    entries = token_logprobs(logits, tokens, counts)
+    assert len(entries) == num_rows
+    for i, entry in enumerate(entries):
+        likeliest = expected[i].topk(counts[i]).indices.tolist()
+        assert list(entry) == list(dict.fromkeys([tokens[i], *likeliest]))
+        for token, value in entry.items():
+            assert value == pytest.approx(expected[i, token].item(), abs=1e-5)
 
 
 def test_misshapen_logits_are_refused():

@@ -56,12 +56,26 @@ def generate(
     n: Annotated[
         int, typer.Option("--n", metavar="N", min=1, help="Answers to give for each prompt.")
     ] = 1,
+    best_of: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Write N answers and show the --n likeliest, best first."
+        ),
+    ] = None,
     logprobs: Annotated[
         int | None,
         typer.Option(
             metavar="K",
             min=0,
             help="With --json: log-probabilities of the K likeliest tokens at each step.",
+        ),
+    ] = None,
+    prompt_logprobs: Annotated[
+        int | None,
+        typer.Option(
+            metavar="K",
+            min=0,
+            help="With --json: the same for each token of the prompt.",
         ),
     ] = None,
     max_batch: Annotated[
@@ -76,13 +90,21 @@ def generate(
     The text goes to stdout and the token rate to stderr. The model sees the prompt as it stands; to
     ask a question of a model tuned for chat, use `astrai chat`.
     """
-    if logprobs is not None and not as_json:
-        raise typer.BadParameter("--logprobs needs --json to have somewhere to go")
+    for option, value in (("--logprobs", logprobs), ("--prompt-logprobs", prompt_logprobs)):
+        if value is not None and not as_json:
+            raise typer.BadParameter(f"{option} needs --json to have somewhere to go")
     texts = collect_prompts(prompts or [], file)
-    streaming = len(texts) == 1 and n == 1 and not as_json
-    batch = min(max_batch, len(texts) * n)
+    num_samples = n if best_of is None else max(n, best_of)
+    streaming = len(texts) == 1 and num_samples == 1 and not as_json
+    batch = min(max_batch, len(texts) * num_samples)
     with open_model(model, max_batch=batch, quiet=quiet) as llm:
-        params = sampling.to_params(llm.generation_defaults, n=n, logprobs=logprobs)
+        params = sampling.to_params(
+            llm.generation_defaults,
+            n=n,
+            best_of=best_of,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
         if streaming:
             _stream(llm, texts[0], params, quiet)
         else:
@@ -113,14 +135,16 @@ def _batch(
 
 def _json_lines(results: Iterable[RequestOutput]) -> Iterable[str]:
     for result in results:
-        yield json.dumps(
-            {
-                "prompt": result.prompt,
-                "prompt_tokens": len(result.prompt_token_ids),
-                "outputs": [_output_fields(output) for output in result.outputs],
-            },
-            ensure_ascii=False,
-        )
+        entry: dict[str, Any] = {
+            "prompt": result.prompt,
+            "prompt_tokens": len(result.prompt_token_ids),
+            "outputs": [_output_fields(output) for output in result.outputs],
+        }
+        if result.prompt_logprobs is not None:
+            entry["prompt_logprobs"] = [
+                None if step is None else _logprob_fields(step) for step in result.prompt_logprobs
+            ]
+        yield json.dumps(entry, ensure_ascii=False)
 
 
 def _output_fields(output: CompletionOutput) -> dict[str, Any]:
@@ -131,12 +155,15 @@ def _output_fields(output: CompletionOutput) -> dict[str, Any]:
         "finish_reason": output.finish_reason,
     }
     if output.logprobs is not None:
-        # JSON has no infinity: the probability of a token that cannot be chosen is null.
-        entry["logprobs"] = [
-            {str(token): value if math.isfinite(value) else None for token, value in step.items()}
-            for step in output.logprobs
-        ]
+        entry["logprobs"] = [_logprob_fields(step) for step in output.logprobs]
+    if output.cumulative_logprob is not None:
+        entry["cumulative_logprob"] = output.cumulative_logprob
     return entry
+
+
+def _logprob_fields(step: dict[int, float]) -> dict[str, float | None]:
+    # JSON has no infinity: the probability of a token that cannot be chosen is null.
+    return {str(token): value if math.isfinite(value) else None for token, value in step.items()}
 
 
 def _text_lines(results: list[RequestOutput]) -> Iterable[str]:

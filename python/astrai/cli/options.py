@@ -186,6 +186,23 @@ class SamplingOptions:
             rich_help_panel=_SAMPLING,
         ),
     ] = None
+    bad_word: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Never write this text, with or without a space before it; may be given more than "
+            "once.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+    allowed_token_id: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="ID",
+            help="Choose among the tokens so named alone; may be given more than once.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
     show_special: Annotated[
         bool,
         typer.Option(
@@ -207,8 +224,9 @@ class SamplingOptions:
         """Returns the SamplingParams that these options describe.
 
         `defaults` are the model's recommended values, used where an option was left out; `more` are
-        parameters that only one command has (n, logprobs). Raises ValueError for values that
-        SamplingParams refuses and BadInputError for a malformed --logit-bias.
+        parameters that only one command has (n, best_of, logprobs, prompt_logprobs). Raises
+        ValueError for values that SamplingParams refuses and BadInputError for a malformed
+        --logit-bias.
         """
         from astrai.sampling import SamplingParams
 
@@ -233,6 +251,8 @@ class SamplingOptions:
             "stop_token_ids": tuple(self.stop_token_id or ()),
             "ignore_eos": self.ignore_eos,
             "logit_bias": parse_logit_bias(self.logit_bias),
+            "bad_words": tuple(self.bad_word or ()),
+            "allowed_token_ids": self.allowed_token_id or None,
             "skip_special_tokens": not self.show_special,
             "include_stop_str_in_output": self.include_stop,
         }

@@ -5,6 +5,8 @@
     engine_thread, ticket   the thread that steps for them; what one coroutine sees of it
     errors      why AsyncLLM did not answer
     prompts     checks prompts, works out their limits
+    bans        bad words as token ids
+    prompt_scores  log probabilities of a prompt's tokens
     request     a prompt and its samples while they are generated
     scheduler   which sequences run next, who owns the pages
     executor    runs the model over a batch

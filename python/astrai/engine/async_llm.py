@@ -23,6 +23,7 @@ from astrai.engine.prompts import (
     PreparedPrompt,
     Prompt,
     check_messages,
+    check_streamable,
     params_for_each,
 )
 from astrai.engine.request import Request
@@ -195,6 +196,7 @@ class AsyncLLM:
         """
         self._engine.check_open("stream")
         params = self._params("stream", sampling_params)
+        check_streamable("stream", params)
         read = partial(
             self._llm._reader.read_one,
             "stream",

@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from astrai.engine.detokenizer import PieceSource
+from astrai.engine.prompt_scores import PromptScores
 from astrai.engine.request import Request, Sequence
 from astrai.engine.scheduler import ScheduledBatch, Scheduler
 from astrai.sampling.batch_info import SamplingBatchInfo
-from astrai.sampling.sampler import Sampler
+from astrai.sampling.sampler import NOT_FINITE, RULED_OUT, Sampler
 from astrai.threads import single_torch_thread
 
 _logger = logging.getLogger("astrai.engine")
@@ -24,7 +25,11 @@ _logger = logging.getLogger("astrai.engine")
 class BatchExecutor(Protocol):
     """The part of `Executor` that the step loop needs."""
 
-    def execute_prefill(self, batch: ScheduledBatch) -> torch.Tensor | None: ...
+    def execute_prefill(
+        self,
+        batch: ScheduledBatch,
+        read_prompt_logits: Callable[[torch.Tensor], None] | None = None,
+    ) -> torch.Tensor | None: ...
     def execute_decode(self, batch: ScheduledBatch) -> torch.Tensor: ...
 
 
@@ -80,13 +85,13 @@ class EngineCore:
         return self.scheduler.has_work
 
     def submit(self, request: Request) -> None:
-        """Queue a checked request. One that may generate nothing ends at once."""
+        """Queue a checked request. One that has nothing to compute ends at once."""
         with self._lock:
             sequences = request.make_sequences(
                 self._next_task_id, self._tokenizer, self._special_ids
             )
             self._next_task_id += len(sequences)
-            if request.max_new_tokens == 0:
+            if request.max_new_tokens == 0 and request.num_scored == len(request.prompt_ids) - 1:
                 for sequence in sequences:
                     sequence.end("length")
             else:
@@ -172,7 +177,7 @@ class EngineCore:
             exc_info=error,
         )
         request.error = error
-        self.scheduler.fail(request)
+        self.scheduler.end_all(request, "error")
 
     def _step(self, only: Request | None) -> None:
         # Decoding first: a prompt that is complete then shows its first token without delay, and
@@ -189,8 +194,20 @@ class EngineCore:
         batch = self.scheduler.schedule_prefill(only)
         if batch is not None:
             self._in_step = batch.sequences
-            chunk_logits = executor.execute_prefill(batch)
+            if batch.scored:
+                scores = PromptScores(batch, self._sampler.vocab_size)
+                chunk_logits = executor.execute_prefill(batch, scores.read)
+                self._end_unusable(scores)
+            else:
+                chunk_logits = executor.execute_prefill(batch)
             self._prefill_info = self._finish_batch(batch, chunk_logits, self._prefill_info)
+
+    def _end_unusable(self, scores: PromptScores) -> None:
+        """End the requests whose prompts gave logits that mean nothing."""
+        for request, num_tokens in scores.unusable:
+            for sequence in request.sequences:
+                sequence.error = _failure(NOT_FINITE, num_tokens)
+            self.scheduler.end_all(request, "error")
 
     def _finish_batch(
         self,
@@ -199,22 +216,23 @@ class EngineCore:
         previous: SamplingBatchInfo | None,
     ) -> SamplingBatchInfo | None:
         if logits is None:
-            self.scheduler.commit(batch)
+            self._commit(batch)
             return previous
         sequences = [batch.sequences[place] for place in batch.sampled]
         rows = [sequence.row for sequence in sequences]
         with torch.inference_mode(), single_torch_thread():
             info = self._sampler.batch_info(rows, logits.device, previous)
             sampled = self._sampler.sample(logits, info)
-        self.scheduler.commit(batch)
+        self._commit(batch)
         now = time.perf_counter()
-        self.progressed = list(dict.fromkeys(self.progressed + _distinct_requests(sequences)))
+        self._note_progress(sequences)
         for place, (sequence, token_id) in enumerate(
             zip(sequences, sampled.token_ids, strict=True)
         ):
             if sequence.finish_reason is not None:
                 continue  # aborted while the step ran
             if token_id < 0:
+                sequence.error = _failure(token_id, sequence.num_tokens)
                 self.scheduler.finish(sequence, "error")
                 continue
             try:
@@ -228,6 +246,14 @@ class EngineCore:
             else:
                 self.scheduler.place(sequence)
         return info
+
+    def _commit(self, batch: ScheduledBatch) -> None:
+        self.scheduler.commit(batch)
+        # Aborted meanwhile, or ended without a token.
+        self._note_progress(s for s in batch.sequences if s.finish_reason is not None)
+
+    def _note_progress(self, sequences: Iterable[Sequence]) -> None:
+        self.progressed = list(dict.fromkeys(self.progressed + _distinct_requests(sequences)))
 
     def stats(self) -> EngineStats:
         """Counters now."""
@@ -245,3 +271,16 @@ class EngineCore:
 
 def _distinct_requests(sequences: Iterable[Sequence]) -> list[Request]:
     return list(dict.fromkeys(sequence.request for sequence in sequences))
+
+
+def _failure(code: int, num_tokens: int) -> str:
+    """Why no token could be chosen after so many tokens; `code` is the sampler's."""
+    if code == RULED_OUT:
+        return (
+            f"the sampling parameters rule out every token after {num_tokens} tokens "
+            "(allowed_token_ids, bad_words, min_tokens); expected at least one that may be chosen"
+        )
+    return (
+        f"the model's logits are not finite after {num_tokens} tokens; "
+        "expected at least one finite logit"
+    )

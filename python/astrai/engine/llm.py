@@ -27,6 +27,7 @@ from astrai.engine.prompts import (
     PromptLimits,
     PromptReader,
     check_messages,
+    check_streamable,
     is_conversation,
     params_for_each,
     split_prompts,
@@ -220,7 +221,8 @@ class LLM:
         progress         called as progress(samples_done, samples_total) as samples end
         Returns          one RequestOutput for each prompt, in order
         Raises           ValueError, TypeError: a prompt or parameter cannot be used; nothing has
-                         been queued then. RuntimeError: the model gave no usable logits.
+                         been queued then. RuntimeError: the model gave no usable logits, or
+                         the parameters ruled out every token.
 
         Whatever exception leaves it, a KeyboardInterrupt included, its requests are aborted and
         their pages returned.
@@ -283,6 +285,7 @@ class LLM:
         """
         self._check_open("stream")
         params = params_for_each("stream", sampling_params, 1, self._default_params)[0]
+        check_streamable("stream", params)
         prepared = self._reader.read_one("stream", prompt, params, template_values or {})
         return self._events(prepared, check_salt("stream", cache_salt))
 
@@ -334,6 +337,7 @@ class LLM:
             seed=seed,
             max_new_tokens=prepared.max_new_tokens,
             stop_ids=prepared.stop_ids,
+            bad_ids=prepared.bad_ids,
             cache_salt=cache_salt,
             streaming=streaming,
         )
@@ -354,7 +358,7 @@ class LLM:
         cache_salt: str,
     ) -> list[RequestOutput]:
         requests: list[Request] = []
-        total = sum(item.params.n for item in prepared)
+        total = sum(item.params.num_samples for item in prepared)
         done = -1
         try:
             with deferred_interrupt() as check_interrupt:
@@ -482,7 +486,4 @@ def check_errors(op: str, requests: Sequence[Request]) -> None:
             raise request.error
         for sequence in request.sequences:
             if sequence.finish_reason == "error":
-                raise RuntimeError(
-                    f"{op}: prompt {place}: the model's logits are not finite after "
-                    f"{sequence.num_tokens} tokens; expected at least one finite logit"
-                )
+                raise RuntimeError(f"{op}: prompt {place}: {sequence.error}")

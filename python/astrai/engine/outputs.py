@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 # stop: a stop string, stop id or end-of-sequence id was reached. length: max_tokens or the end of
-# the context. abort: the request was aborted. error: the model gave no usable logits.
+# the context. abort: the request was aborted. error: the model gave no usable logits, or the
+# request's parameters ruled out every token.
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -14,13 +15,15 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class CompletionOutput:
     """One generated sample.
 
-    index          place among the request's n samples
+    index          place among the request's n samples; with best_of, the best one is 0
     text           what was generated, without the stop string or token unless asked for
     token_ids      every generated id, that of the stop token included
     finish_reason  why it ended
     stop_reason    the stop string or id that ended it; None for another finish reason
     logprobs       one {id: natural log probability} for each token, the chosen id first, then the
                    likeliest; None unless SamplingParams.logprobs asked for them
+    cumulative_logprob  sum of the natural log probabilities of token_ids under the model's own
+                   distribution; None unless logprobs or a best_of above n asked for it
     """
 
     index: int
@@ -29,6 +32,7 @@ class CompletionOutput:
     finish_reason: FinishReason
     stop_reason: str | int | None = None
     logprobs: list[dict[int, float]] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class RequestMetrics:
     prompt_tokens          tokens of the prompt, counted once however many samples were asked for
     cached_tokens          tokens of the prompt whose keys and values were found in the cache when
                            the request first started
-    output_tokens          generated tokens of all samples
+    output_tokens          generated tokens of all samples, those that best_of drops included
     time_to_first_token_s  seconds from submission to the first token; None if there was none
     decode_tokens_per_s    tokens after each sample's first, by the seconds from the first token of
                            the request to its last; None when there were no such tokens
@@ -61,6 +65,10 @@ class RequestOutput:
     prompt            the text that was given or rendered; None when token ids were given
     prompt_token_ids  what the model saw
     outputs           n samples, in order of index
+    prompt_logprobs   for each token of the prompt {id: natural log probability}, its own id first,
+                      then the likeliest; None for the first token, which nothing precedes, and for
+                      those not yet computed when the request was aborted. None as a whole unless
+                      SamplingParams.prompt_logprobs asked for them
     """
 
     request_id: int | str
@@ -68,6 +76,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, float] | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,7 @@ class StreamEvent:
     finish_reason  None until the sample's last event
     stop_reason    as in CompletionOutput
     logprobs       as in CompletionOutput, for the new token
+    prompt_logprobs  as in RequestOutput, on the first event of the request alone
     """
 
     text: str
@@ -89,3 +99,4 @@ class StreamEvent:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     logprobs: list[dict[int, float]] | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None

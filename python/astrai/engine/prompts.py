@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from astrai.engine.bans import bad_word_ids, check_some_token_is_left
 from astrai.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ class PreparedPrompt:
     params: SamplingParams
     max_new_tokens: int
     stop_ids: frozenset[int]
+    bad_ids: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -125,12 +127,16 @@ class PromptReader:
                 f"expected at most the context's {limits.max_context}"
             )
         params.check_vocabulary(limits.vocab_size)
+        stop_ids = self._stop_ids(params)
+        bad_ids = bad_word_ids(where, params.bad_words, self._tokenizer, limits.vocab_size)
+        check_some_token_is_left(where, params, bad_ids, stop_ids, limits.vocab_size)
         return PreparedPrompt(
             text=text,
             token_ids=token_ids,
             params=params,
             max_new_tokens=self._room(where, length, params),
-            stop_ids=self._stop_ids(params),
+            stop_ids=stop_ids,
+            bad_ids=bad_ids,
         )
 
     def _room(self, where: str, length: int, params: SamplingParams) -> int:
@@ -203,6 +209,15 @@ def split_prompts(op: str, prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
             )
     # The loop above has looked at every item.
     return [item if isinstance(item, str) else list(item) for item in prompts]  # type: ignore[arg-type]
+
+
+def check_streamable(op: str, params: SamplingParams) -> None:
+    """Raise ValueError for parameters whose samples are chosen only when all have ended."""
+    if params.num_samples > params.n:
+        raise ValueError(
+            f"{op}: best_of is {params.best_of} with n {params.n}; expected best_of None or equal "
+            "to n: which samples are the best is known at the end"
+        )
 
 
 def params_for_each(

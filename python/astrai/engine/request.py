@@ -17,6 +17,7 @@ from astrai.engine.outputs import (
 )
 from astrai.engine.text import OutputText
 from astrai.sampling.batch_info import SamplingRow
+from astrai.sampling.logprobs import TokenLogprobs
 from astrai.sampling.params import SamplingParams
 from astrai.sampling.random import stream_key
 
@@ -33,6 +34,7 @@ class SequenceState(Enum):
 class Sequence:
     """One sample of a request.
 
+    error         why it ended with finish_reason "error": what was found and what was expected
     task_id       its name in the page pool
     num_computed  tokens whose keys and values are in the pool
     num_indexed   of those, tokens in pages that were put into the prefix index
@@ -40,6 +42,8 @@ class Sequence:
     """
 
     __slots__ = (
+        "cumulative_logprob",
+        "error",
         "finish_reason",
         "index",
         "logprobs",
@@ -71,6 +75,8 @@ class Sequence:
         self.num_preemptions = 0
         self.output_ids: list[int] = []
         self.logprobs: list[dict[int, float]] = []
+        self.cumulative_logprob = 0.0
+        self.error: str | None = None
         self.text = text
         self.pieces: list[str] = []
         self.finish_reason: FinishReason | None = None
@@ -81,6 +87,7 @@ class Sequence:
             self.output_ids,
             stream_key(request.seed, index),
             tuple(sorted(request.stop_ids)),
+            request.bad_ids,
         )
 
     @property
@@ -102,6 +109,7 @@ class Sequence:
         request, params = self.request, self.request.params
         self.output_ids.append(token_id)
         if logprobs is not None:
+            self.cumulative_logprob += logprobs[token_id]
             self.logprobs.append(logprobs)
         if token_id in request.stop_ids:
             piece = self.text.end_by_token(token_id)
@@ -128,16 +136,18 @@ class Sequence:
         self.finish_reason = reason
         self.request.emit(self, piece, [], None)
 
-    def output(self) -> CompletionOutput:
-        """The finished sample."""
+    def output(self, index: int) -> CompletionOutput:
+        """The finished sample, as number `index` of those that are returned."""
         assert self.finish_reason is not None  # asked of finished sequences only
+        params = self.row.params
         return CompletionOutput(
-            index=self.index,
+            index=index,
             text="".join(self.pieces),
             token_ids=list(self.output_ids),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
-            logprobs=list(self.logprobs) if self.row.params.logprobs is not None else None,
+            logprobs=list(self.logprobs) if params.logprobs is not None else None,
+            cumulative_logprob=self.cumulative_logprob if params.needs_logprobs else None,
         )
 
 
@@ -148,6 +158,9 @@ class Request:
     seed            the seed in force, drawn by the engine when the caller gave none
     max_new_tokens  tokens each sample may generate, cut to the room there is
     stop_ids        ids that end a sample
+    bad_ids         the bad words as token ids
+    num_scored      tokens of the prompt, from its first on, whose successor's log probability is
+                    known or not wanted
     cache_salt      only requests with the same one share cached prefixes
     priority        the lower it is, the sooner the request is served
     events          what a stream reader has not taken yet; None when nobody streams
@@ -164,6 +177,7 @@ class Request:
         seed: int,
         max_new_tokens: int,
         stop_ids: Collection[int],
+        bad_ids: tuple[tuple[int, ...], ...] = (),
         cache_salt: str = "",
         priority: int = 0,
         streaming: bool = False,
@@ -175,12 +189,19 @@ class Request:
         self.seed = seed
         self.max_new_tokens = max_new_tokens
         self.stop_ids = frozenset(stop_ids)
+        self.bad_ids = bad_ids
         self.cache_salt = cache_salt
         self.priority = priority
         self.events: deque[StreamEvent] | None = deque() if streaming else None
         self.error: Exception | None = None
         self.sequences: list[Sequence] = []
         self.arrival = time.perf_counter()
+        self.num_scored = len(prompt_ids) - 1
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        if params.prompt_logprobs is not None:
+            self.num_scored = 0
+            self.prompt_logprobs = [None] * len(prompt_ids)
+        self._shows_prompt_logprobs = self.prompt_logprobs is not None
         self._cached_tokens: int | None = None
         self._first_token: float | None = None
         self._last_token: float | None = None
@@ -188,10 +209,10 @@ class Request:
     def make_sequences(
         self, first_task_id: int, tokenizer: PieceSource, special_ids: Collection[int]
     ) -> list[Sequence]:
-        """Create the n samples, with task ids from `first_task_id` on."""
+        """Create the samples, with task ids from `first_task_id` on."""
         self.sequences = [
             Sequence(self, i, first_task_id + i, OutputText(tokenizer, special_ids, self.params))
-            for i in range(self.params.n)
+            for i in range(self.params.num_samples)
         ]
         return self.sequences
 
@@ -215,6 +236,15 @@ class Request:
         if self._cached_tokens is None:
             self._cached_tokens = num_tokens
 
+    def note_prompt_logprobs(self, first: int, entries: list[TokenLogprobs]) -> None:
+        """Keep what the tokens from `first` on tell about their successors.
+
+        Kept by position: a step that failed and is run again changes nothing.
+        """
+        assert self.prompt_logprobs is not None  # only rows that asked are scored
+        self.prompt_logprobs[first + 1 : first + 1 + len(entries)] = entries
+        self.num_scored = max(self.num_scored, first + len(entries))
+
     def note_token(self, now: float) -> None:
         """Remember when tokens came (seconds, perf_counter)."""
         if self._first_token is None:
@@ -230,6 +260,8 @@ class Request:
     ) -> None:
         """Queue an event if somebody streams this request."""
         if self.events is not None:
+            shown = self.prompt_logprobs if self._shows_prompt_logprobs else None
+            self._shows_prompt_logprobs = False
             self.events.append(
                 StreamEvent(
                     text=text,
@@ -238,6 +270,7 @@ class Request:
                     finish_reason=sequence.finish_reason,
                     stop_reason=sequence.stop_reason,
                     logprobs=logprobs,
+                    prompt_logprobs=None if shown is None else list(shown),
                 )
             )
 
@@ -258,12 +291,20 @@ class Request:
             preemptions=sum(s.num_preemptions for s in self.sequences),
         )
 
+    def returned(self) -> list[Sequence]:
+        """The n samples to return: of more, the likeliest, best first and then in order."""
+        n = self.params.n
+        if len(self.sequences) == n:
+            return self.sequences
+        return sorted(self.sequences, key=lambda s: -s.cumulative_logprob)[:n]
+
     def output(self) -> RequestOutput:
         """The finished request."""
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=list(self.prompt_ids),
-            outputs=[sequence.output() for sequence in self.sequences],
+            outputs=[sequence.output(i) for i, sequence in enumerate(self.returned())],
             metrics=self.metrics(),
+            prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
         )

@@ -9,7 +9,8 @@ preemption, as in Kwon et al. 2023, "PagedAttention", arXiv:2309.06180).
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Protocol
 
 from astrai.engine.outputs import FinishReason
@@ -55,12 +56,25 @@ class ScheduledBatch:
     input_ids  those tokens, row after row
     sampled    places of rows whose last known token is among them: they get a new token.
                A chunk that ends inside a prompt yields none.
+    scored     (place, first token, tokens) of the chunks whose prompt asked for log probabilities:
+               the tokens first .. first + tokens - 1 tell those of their successors
     """
 
     sequences: list[Sequence]
     q_lens: list[int]
     input_ids: list[int]
     sampled: list[int]
+    scored: list[tuple[int, int, int]] = field(default_factory=list)
+
+    @property
+    def prompt_rows(self) -> list[int]:
+        """Places in input_ids of the tokens that `scored` names, in its order."""
+        starts = [0, *accumulate(self.q_lens)]
+        rows: list[int] = []
+        for place, first, count in self.scored:
+            start = starts[place] + first - self.sequences[place].num_computed
+            rows += range(start, start + count)
+        return rows
 
     @property
     def task_ids(self) -> list[int]:
@@ -156,14 +170,18 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return False
+        self.end_all(request, "abort")
+        return True
+
+    def end_all(self, request: Request, reason: FinishReason) -> None:
+        """End every unfinished sample of a request without a token, also while a step runs."""
         for sequence in request.sequences:
             if sequence.finish_reason is None:
-                sequence.end("abort")
+                sequence.end(reason)
                 # The step in flight may still write this sequence's pages: commit lets them go.
                 if self._in_flight is None or sequence not in self._in_flight.sequences:
                     self._release(sequence)
         self._forget_if_finished(request)
-        return True
 
     def finish(self, sequence: Sequence, reason: FinishReason | None = None) -> None:
         """Return the pages of a sequence that has ended; `reason` ends it here without a token."""
@@ -171,13 +189,6 @@ class Scheduler:
             sequence.end(reason)
         self._release(sequence)
         self._forget_if_finished(sequence.request)
-
-    def fail(self, request: Request) -> None:
-        """End every unfinished sample of a request with "error". No step may be in flight."""
-        self._check_idle()
-        for sequence in request.sequences:
-            if sequence.finish_reason is None:
-                self.finish(sequence, "error")
 
     def _forget_if_finished(self, request: Request) -> None:
         if request.is_finished:
@@ -254,9 +265,13 @@ class Scheduler:
         self.pool.append_each(batch.task_ids, batch.q_lens)
         for sequence, q_len in zip(batch.sequences, batch.q_lens, strict=True):
             sequence.num_computed += q_len
-            page_is_full = sequence.num_computed % page_size < q_len
-            if page_is_full and sequence.finish_reason is None:
+            if sequence.finish_reason is not None:
+                continue
+            if sequence.num_computed % page_size < q_len:
                 self._index(sequence)
+            request = sequence.request
+            if request.max_new_tokens == 0 and sequence.num_computed == sequence.num_tokens:
+                self.end_all(request, "length")  # only the prompt was to be computed
         self._land()
 
     def rollback(self) -> None:
@@ -290,12 +305,18 @@ class Scheduler:
     def _launch(self, rows: list[tuple[Sequence, int]]) -> ScheduledBatch:
         input_ids: list[int] = []
         sampled: list[int] = []
+        scored: list[tuple[int, int, int]] = []
         for place, (sequence, q_len) in enumerate(rows):
             input_ids += sequence.tokens_from(sequence.num_computed, q_len)
-            if sequence.num_computed + q_len == sequence.num_tokens:
+            end, request = sequence.num_computed + q_len, sequence.request
+            if end == sequence.num_tokens and request.max_new_tokens > 0:
                 sampled.append(place)
-        sequences = [sequence for sequence, _ in rows]
-        self._in_flight = ScheduledBatch(sequences, [q for _, q in rows], input_ids, sampled)
+            first = max(sequence.num_computed, request.num_scored)
+            count = min(end, len(request.prompt_ids) - 1) - first
+            if count > 0:
+                scored.append((place, first, count))
+        sequences, q_lens = [sequence for sequence, _ in rows], [q_len for _, q_len in rows]
+        self._in_flight = ScheduledBatch(sequences, q_lens, input_ids, sampled, scored)
         return self._in_flight
 
     def _land(self) -> None:
@@ -363,6 +384,10 @@ class Scheduler:
             shared = min(len(sequence.request.prompt_ids), sequence.num_tokens - 1)
         elif self.prefix_caching:
             tokens = sequence.tokens_from(0, sequence.num_tokens)
+            if sequence.request.num_scored < len(sequence.request.prompt_ids) - 1:
+                # Tokens whose log probabilities are missing have to be computed. At least the last
+                # token of what is looked up is.
+                tokens = tokens[: sequence.request.num_scored + 1]
             shared, unheld = self.pool.match_prefix(tokens, sequence.request.cache_salt)
         # A partly shared page is copied when it is written, so it counts as a new one; a cached one
         # that nobody holds counts as free until it is adopted.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from astrai.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
+    from astrai.sampling.bans import AllowedTokenIdsStrategy, BadWordsStrategy
     from astrai.sampling.batch_info import SamplingBatchInfo, SamplingRow
     from astrai.sampling.logprobs import TokenLogprobs
     from astrai.sampling.penalties import (
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     )
 
 _LAZY = {
+    "AllowedTokenIdsStrategy": "bans",
+    "BadWordsStrategy": "bans",
     "SamplingBatchInfo": "batch_info",
     "SamplingRow": "batch_info",
     "TokenLogprobs": "logprobs",
@@ -49,6 +52,8 @@ _LAZY = {
 }
 
 __all__ = [
+    "AllowedTokenIdsStrategy",
+    "BadWordsStrategy",
     "FrequencyPenaltyStrategy",
     "LogitBiasStrategy",
     "MinPStrategy",

@@ -20,6 +20,7 @@ class SamplingRow:
     prompt_ids, output_ids   token ids; output_ids is the live list that the engine appends to
     stream_key               key of the row's random stream (`random.stream_key`)
     stop_ids                 ids that must not be chosen before params.min_tokens tokens are out
+    bad_ids                  the bad words as token ids (`engine.bans.bad_word_ids`)
     """
 
     params: SamplingParams
@@ -27,6 +28,17 @@ class SamplingRow:
     output_ids: list[int]
     stream_key: int
     stop_ids: tuple[int, ...] = ()
+    bad_ids: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def has_bans(self) -> bool:
+        """True when some parameter makes tokens impossible, so that none might be left."""
+        params = self.params
+        return bool(
+            params.allowed_token_ids is not None
+            or self.bad_ids
+            or (self.stop_ids and params.min_tokens)
+        )
 
 
 class SamplingBatchInfo:
@@ -44,12 +56,14 @@ class SamplingBatchInfo:
         self.has_freq = any(p.frequency_penalty != 0.0 for p in params)
         self.has_presence = any(p.presence_penalty != 0.0 for p in params)
         self.has_bias = any(p.logit_bias for p in params)
+        self.has_allowed = any(p.allowed_token_ids is not None for p in params)
+        self.has_bad_words = any(row.bad_ids for row in self.rows)
         self.has_min_tokens = any(
             len(row.output_ids) < row.params.min_tokens and row.stop_ids for row in self.rows
         )
         self.greedy_rows = [i for i, p in enumerate(params) if p.is_greedy]
         self.random_rows = [i for i, p in enumerate(params) if not p.is_greedy]
-        self.logprob_rows = [i for i, p in enumerate(params) if p.logprobs is not None]
+        self.logprob_rows = [i for i, p in enumerate(params) if p.needs_logprobs]
         self._stream_keys = np.array(
             [self.rows[i].stream_key for i in self.random_rows], dtype=np.uint64
         )

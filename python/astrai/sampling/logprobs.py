@@ -10,6 +10,10 @@ import torch
 # likeliest tokens, likeliest first.
 TokenLogprobs = dict[int, float]
 
+# Few enough rows for their probabilities to be still in the cache when the likeliest are looked
+# for: four times as fast as 256 rows at once.
+_CPU_BLOCK_ROWS = 8
+
 
 class RawLogprobs:
     """Holds the raw distribution of the rows that asked, until their tokens are known.
@@ -26,14 +30,40 @@ class RawLogprobs:
 
     def collect(self, tokens: Sequence[int]) -> dict[int, TokenLogprobs]:
         """Row -> logprobs, given the tokens of the whole batch; a token below 0 has none."""
-        most = max(self._counts)
-        values, ids = torch.topk(self._logprobs, most, dim=1)
-        top_values, top_ids = values.tolist(), ids.tolist()
-        chosen_ids = torch.tensor([[max(tokens[row], 0)] for row in self._rows])
-        chosen = self._logprobs.gather(1, chosen_ids.to(self._logprobs.device))[:, 0].tolist()
-        collected: dict[int, TokenLogprobs] = {}
-        for i, (row, count) in enumerate(zip(self._rows, self._counts, strict=True)):
-            if tokens[row] >= 0:
-                likeliest = zip(top_ids[i][:count], top_values[i][:count], strict=True)
-                collected[row] = {tokens[row]: chosen[i], **dict(likeliest)}
-        return collected
+        chosen = [tokens[row] for row in self._rows]
+        entries = _entries(self._logprobs, [max(token, 0) for token in chosen], self._counts)
+        return {
+            row: entry
+            for row, token, entry in zip(self._rows, chosen, entries, strict=True)
+            if token >= 0
+        }
+
+
+def token_logprobs(
+    logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Logprobs of `tokens`, one for each row of the raw `logits` [R, V] fp32.
+
+    `counts` likeliest tokens per row. A row without a finite maximum gives NaN for its token.
+    """
+    counts = [min(count, logits.shape[1]) for count in counts]
+    block = _CPU_BLOCK_ROWS if logits.device.type == "cpu" else len(logits)
+    entries: list[TokenLogprobs] = []
+    for start in range(0, len(logits), block):
+        end = start + block
+        logprobs = logits[start:end].log_softmax(dim=1)
+        entries += _entries(logprobs, tokens[start:end], counts[start:end])
+    return entries
+
+
+def _entries(
+    logprobs: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]
+) -> list[TokenLogprobs]:
+    values, ids = torch.topk(logprobs, max(counts), dim=1)
+    top_values, top_ids = values.tolist(), ids.tolist()
+    token_ids = torch.tensor([[token] for token in tokens], device=logprobs.device)
+    own = logprobs.gather(1, token_ids)[:, 0].tolist()
+    return [
+        {token: own[i], **dict(zip(top_ids[i][:count], top_values[i][:count], strict=True))}
+        for i, (token, count) in enumerate(zip(tokens, counts, strict=True))
+    ]

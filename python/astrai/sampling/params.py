@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +15,9 @@ from typing import Any
 GREEDY_TEMPERATURE = 1e-5
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 20
+# Every bad word is tokenised twice when the request is submitted.
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_CHARS = 1024
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
 
@@ -40,6 +44,10 @@ class SamplingParams:
     seed                default None; any 64-bit signed integer. The same seed gives the same tokens
                         whatever else is in the batch; None draws a fresh one for each request.
     n                   default 1; 1 to 128. Independent samples of the same prompt.
+    best_of             default None, which means n; n to 128. Generate this many samples and return
+                        the n with the largest cumulative log probability, the largest first. The
+                        sum is under the model's own distribution and not divided by the length.
+                        Not with streaming if larger than n.
     max_tokens          default 256 tokens; >= 0, or None for up to the end of the context.
                         A number beyond the context is cut to it; 0 generates nothing.
     min_tokens          default 0 tokens; 0 to max_tokens. Until this many are out, the
@@ -50,15 +58,24 @@ class SamplingParams:
     ignore_eos          default False. Treat the model's end-of-sequence ids as ordinary tokens.
     logit_bias          default None; id -> number in [-100, 100], added to that token's logit.
                         Ids are checked against the vocabulary when the request is submitted.
+    allowed_token_ids   default None, which means all; else at least one id in [0, vocabulary).
+                        No other id can be chosen, end-of-sequence and stop ids included.
+    bad_words           default (); a string or several, none empty, at most 1024 of at most 1024
+                        characters. The output never holds their tokens, each word taken with and
+                        without a space before it: the last token is ruled out where the output
+                        ends with those before it. The prompt does not count.
     logprobs            default None; 0 to 20. Report the natural log probability of each chosen
                         token and of this many likeliest ones, under the model's own distribution
                         (before penalties, bias, temperature and filters).
+    prompt_logprobs     default None; 0 to 20. Report the same for each token of the prompt but the
+                        first. The whole prompt is computed then, cached or not, and with
+                        max_tokens 0 too.
     skip_special_tokens default True. Leave special tokens out of the text.
     include_stop_str_in_output
                         default False. End the text after the stop string or token, not before it.
 
-    Order of effects: repetition, frequency and presence penalty, logit bias, min_tokens,
-    temperature, top_k, top_p, min_p.
+    Order of effects: repetition, frequency and presence penalty, logit bias, allowed_token_ids,
+    bad_words, min_tokens, temperature, top_k, top_p, min_p.
     """
 
     temperature: float = 1.0
@@ -70,13 +87,17 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     seed: int | None = None
     n: int = 1
+    best_of: int | None = None
     max_tokens: int | None = 256
     min_tokens: int = 0
     stop: str | Iterable[str] = ()
     stop_token_ids: Iterable[int] = ()
     ignore_eos: bool = False
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Iterable[int] | None = None
+    bad_words: str | Iterable[str] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
@@ -84,6 +105,7 @@ class SamplingParams:
         self._check_numbers()
         self._check_lengths()
         self._check_stops()
+        self._check_bans()
         self._check_logit_bias()
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             value = getattr(self, name)
@@ -133,9 +155,11 @@ class SamplingParams:
         self._integer("n", 1, MAX_SAMPLES, f"an integer in [1, {MAX_SAMPLES}]")
         self._integer("max_tokens", 0, big, "an integer >= 0 or None", optional=True)
         self._integer("min_tokens", 0, big, "an integer >= 0")
-        self._integer(
-            "logprobs", 0, MAX_LOGPROBS, f"an integer in [0, {MAX_LOGPROBS}] or None", optional=True
-        )
+        samples = f"None or an integer from n ({self.n}) to {MAX_SAMPLES}"
+        self._integer("best_of", self.n, MAX_SAMPLES, samples, optional=True)
+        counts = f"an integer in [0, {MAX_LOGPROBS}] or None"
+        self._integer("logprobs", 0, MAX_LOGPROBS, counts, optional=True)
+        self._integer("prompt_logprobs", 0, MAX_LOGPROBS, counts, optional=True)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"SamplingParams: min_tokens is {self.min_tokens}; "
@@ -149,26 +173,51 @@ class SamplingParams:
         except TypeError:
             raise TypeError(f"SamplingParams: {name} is {value!r}; expected {rule}") from None
 
-    def _check_stops(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        stops = self._sequence("stop", stop, "a string or strings")
-        ids = self._sequence("stop_token_ids", self.stop_token_ids, "token ids")
-        for text in stops:
+    def _texts(self, name: str) -> tuple[str, ...]:
+        value = getattr(self, name)
+        value = (value,) if isinstance(value, str) else value
+        texts = self._sequence(name, value, "a string or strings")
+        for text in texts:
             if not isinstance(text, str):
-                raise TypeError(f"SamplingParams: stop has {text!r}; expected strings")
+                raise TypeError(f"SamplingParams: {name} has {text!r}; expected strings")
             if not text:
-                raise ValueError("SamplingParams: stop has an empty string; expected text")
+                raise ValueError(f"SamplingParams: {name} has an empty string; expected text")
+        return texts
+
+    def _token_ids(self, name: str) -> tuple[int, ...]:
+        ids = self._sequence(name, getattr(self, name), "token ids")
         for token_id in ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int):
-                raise TypeError(
-                    f"SamplingParams: stop_token_ids has {token_id!r}; expected integers"
-                )
+                raise TypeError(f"SamplingParams: {name} has {token_id!r}; expected integers")
             if token_id < 0:
+                raise ValueError(f"SamplingParams: {name} has {token_id}; expected ids >= 0")
+        return ids
+
+    def _check_stops(self) -> None:
+        self._set("stop", self._texts("stop"))
+        self._set("stop_token_ids", self._token_ids("stop_token_ids"))
+
+    def _check_bans(self) -> None:
+        words = self._texts("bad_words")
+        if len(words) > MAX_BAD_WORDS:
+            raise ValueError(
+                f"SamplingParams: bad_words has {len(words)} strings; "
+                f"expected at most {MAX_BAD_WORDS}"
+            )
+        longest = max((len(word) for word in words), default=0)
+        if longest > MAX_BAD_WORD_CHARS:
+            raise ValueError(
+                f"SamplingParams: bad_words has a string of {longest} characters; "
+                f"expected at most {MAX_BAD_WORD_CHARS}"
+            )
+        self._set("bad_words", words)
+        if self.allowed_token_ids is not None:
+            ids = tuple(sorted(set(self._token_ids("allowed_token_ids"))))
+            if not ids:
                 raise ValueError(
-                    f"SamplingParams: stop_token_ids has {token_id}; expected ids >= 0"
+                    "SamplingParams: allowed_token_ids is empty; expected at least one id or None"
                 )
-        self._set("stop", stops)
-        self._set("stop_token_ids", ids)
+            self._set("allowed_token_ids", ids)
 
     def _check_logit_bias(self) -> None:
         if self.logit_bias is None:
@@ -212,6 +261,7 @@ class SamplingParams:
         for name, ids in (
             ("logit_bias", self.logit_bias or ()),
             ("stop_token_ids", self.stop_token_ids),
+            ("allowed_token_ids", self.allowed_token_ids or ()),
         ):
             for token_id in ids:
                 if token_id >= vocab_size:
@@ -224,6 +274,21 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """True when the largest logit always wins."""
         return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that are generated; n of them are returned."""
+        return self.n if self.best_of is None else self.best_of
+
+    @cached_property
+    def allowed_ids_array(self) -> array[int]:
+        """allowed_token_ids as 64-bit integers, made once however often a batch changes."""
+        return array("q", self.allowed_token_ids or ())
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """True when the log probability of each chosen token is wanted, to report or to rank."""
+        return self.logprobs is not None or self.num_samples > self.n
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

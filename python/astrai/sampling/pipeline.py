@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from astrai.sampling.bans import AllowedTokenIdsStrategy, BadWordsStrategy
 from astrai.sampling.candidates import CandidateTable, draw_from_vocabulary, row_mass
 from astrai.sampling.penalties import (
     FrequencyPenaltyStrategy,
@@ -78,6 +79,16 @@ class SamplingPipeline:
         if info.has_bias:
             biased = [(i, row) for i, row in enumerate(info.rows) if row.params.logit_bias]
             strategies.append(LogitBiasStrategy(biased, info.device))
+        if info.has_allowed:
+            limited = [
+                (i, row)
+                for i, row in enumerate(info.rows)
+                if row.params.allowed_token_ids is not None
+            ]
+            strategies.append(AllowedTokenIdsStrategy(limited, info.vocab_size, info.device))
+        if info.has_bad_words:
+            worded = [(i, row) for i, row in enumerate(info.rows) if row.bad_ids]
+            strategies.append(BadWordsStrategy(worded, info.device))
         if info.has_min_tokens:
             waiting = [
                 (i, row)

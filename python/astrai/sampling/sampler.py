@@ -11,12 +11,17 @@ import torch
 from astrai.sampling.batch_info import SamplingBatchInfo, SamplingRow
 from astrai.sampling.logprobs import RawLogprobs, TokenLogprobs
 
+# In place of a token id: the row's logits have no finite maximum (NaN or infinity), or they had one
+# until the row's parameters ruled out every token.
+NOT_FINITE = -1
+RULED_OUT = -2
+
 
 @dataclass(frozen=True)
 class SampledTokens:
     """What one step chose.
 
-    token_ids  one id for each row; -1 where the row's logits have no finite maximum (NaN or inf)
+    token_ids  one id for each row; NOT_FINITE or RULED_OUT where none could be chosen
     logprobs   row -> TokenLogprobs, for rows that asked
     """
 
@@ -73,6 +78,7 @@ class Sampler:
         token_ids: list[int] = tokens.tolist()
         if min(token_ids) < 0:
             info.invalidate()
+            _tell_failures_apart(token_ids, logits, info)
         else:
             info.advance(tokens)
         return SampledTokens(token_ids, raw.collect(token_ids) if raw is not None else {})
@@ -86,6 +92,15 @@ class Sampler:
         tokens[info.greedy_rows] = _argmax(logits[info.greedy_rows])
         tokens[info.random_rows] = _draw(logits[info.random_rows], info)
         return tokens
+
+
+def _tell_failures_apart(
+    token_ids: list[int], logits: torch.Tensor, info: SamplingBatchInfo
+) -> None:
+    """Mark the rows of `logits` (as the strategies left them) in which every token is ruled out."""
+    for place, (token_id, row) in enumerate(zip(token_ids, info.rows, strict=True)):
+        if token_id < 0 and row.has_bans and bool(logits[place].isneginf().all()):
+            token_ids[place] = RULED_OUT
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
