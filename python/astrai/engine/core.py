@@ -79,6 +79,9 @@ class EngineCore:
             if request.max_new_tokens == 0:
                 for sequence in sequences:
                     sequence.end("length")
+            elif sequences[0].is_grammar_over():  # only the empty output fits
+                for sequence in sequences:
+                    sequence.end("stop")
             else:
                 self.scheduler.add(request)
 

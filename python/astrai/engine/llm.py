@@ -36,6 +36,7 @@ from astrai.loading import LoadedModel, load_model
 from astrai.sampling.params import SamplingParams
 from astrai.sampling.random import derived_seed, fresh_seed
 from astrai.sampling.sampler import Sampler
+from astrai.structured.compiler import GrammarCompiler
 from astrai.tokenizer import Tokenizer
 
 Progress = Callable[[int, int], None]
@@ -133,11 +134,16 @@ class LLM:
             tokenizer,
             tokenizer.special_ids,
         )
+        eos_token_ids = _reachable_eos(loaded.name, config.eos_token_ids, vocab_size)
+        self._grammars = GrammarCompiler(
+            tokenizer, vocab_size, {*tokenizer.special_ids, *eos_token_ids}
+        )
         self._reader = PromptReader(
             tokenizer,
             loaded.chat_template,
-            _reachable_eos(loaded.name, config.eos_token_ids, vocab_size),
+            eos_token_ids,
             PromptLimits(vocab_size, context, num_pages, page_size),
+            self._grammars,
         )
         self._config, self._tokenizer = config, tokenizer
         self._name, self._generation_defaults = loaded.name, dict(loaded.generation_defaults)
@@ -292,6 +298,7 @@ class LLM:
             self._is_closed = True
             self._core.abort_all()
             self._core.release_executor()
+            self._grammars.close()
             self._kv = None
 
     def __enter__(self) -> LLM:
@@ -323,6 +330,7 @@ class LLM:
             stop_ids=prepared.stop_ids,
             cache_salt=cache_salt,
             streaming=streaming,
+            grammar=prepared.grammar,
         )
         self._next_request_id += 1
         self._core.submit(request)
@@ -454,8 +462,21 @@ def _context(config: ModelConfig, max_context: int | None) -> int:
 def _check_errors(op: str, requests: Sequence[Request]) -> None:
     for place, request in enumerate(requests):
         for sequence in request.sequences:
-            if sequence.finish_reason == "error":
+            if sequence.finish_reason != "error":
+                continue
+            matcher = sequence.matcher
+            if matcher is not None and matcher.error is not None:
                 raise RuntimeError(
-                    f"{op}: prompt {place}: the model's logits are not finite after "
-                    f"{sequence.num_tokens} tokens; expected at least one finite logit"
+                    f"{op}: prompt {place}: the structured output cannot go on after "
+                    f"{sequence.num_tokens} tokens: {matcher.error}; expected a simpler grammar"
                 )
+            if matcher is not None:
+                raise RuntimeError(
+                    f"{op}: prompt {place}: no token can be chosen after "
+                    f"{sequence.num_tokens} tokens; expected at least one finite logit that the "
+                    "structured output and the other parameters allow"
+                )
+            raise RuntimeError(
+                f"{op}: prompt {place}: the model's logits are not finite after "
+                f"{sequence.num_tokens} tokens; expected at least one finite logit"
+            )

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Collection
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from astrai.engine.detokenizer import PieceSource
 from astrai.engine.outputs import (
@@ -19,6 +20,10 @@ from astrai.engine.text import OutputText
 from astrai.sampling.batch_info import SamplingRow
 from astrai.sampling.params import SamplingParams
 from astrai.sampling.random import stream_key
+
+if TYPE_CHECKING:
+    from astrai.structured.compiler import CompiledGrammar
+    from astrai.structured.matcher import GrammarMatcher
 
 
 class SequenceState(Enum):
@@ -35,12 +40,14 @@ class Sequence:
 
     task_id       its name in the page pool
     num_computed  tokens whose keys and values are in the pool
+    matcher       where the output is in the request's grammar; None without one
     """
 
     __slots__ = (
         "finish_reason",
         "index",
         "logprobs",
+        "matcher",
         "num_computed",
         "num_preemptions",
         "order",
@@ -69,12 +76,15 @@ class Sequence:
         self.pieces: list[str] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
+        grammar = request.grammar
+        self.matcher: GrammarMatcher | None = None if grammar is None else grammar.new_matcher()
         self.row = SamplingRow(
             request.params,
             request.prompt_ids,
             self.output_ids,
             stream_key(request.seed, index),
             tuple(sorted(request.stop_ids)),
+            self.matcher,
         )
 
     @property
@@ -102,9 +112,10 @@ class Sequence:
             self.finish_reason, self.stop_reason = "stop", token_id
         else:
             piece = self.text.add(token_id, len(self.output_ids) > params.min_tokens)
-            if len(self.output_ids) >= request.max_new_tokens:
+            is_over = self.is_grammar_over()
+            if is_over or len(self.output_ids) >= request.max_new_tokens:
                 piece += self.text.end()
-                self.finish_reason = "length"
+                self.finish_reason = "stop" if is_over else "length"
             # A stop string that is complete with the last token counts more than the limit.
             if self.text.matched_stop is not None:
                 self.finish_reason, self.stop_reason = "stop", self.text.matched_stop
@@ -113,6 +124,18 @@ class Sequence:
         request.note_token(now)
         request.emit(self, piece, [token_id], [logprobs] if logprobs is not None else None)
         return self.finish_reason is not None
+
+    def is_grammar_over(self) -> bool:
+        """True when the output is complete, its grammar allows no more and no id can say so.
+
+        With ids that end the sample the model chooses one of them, unless min_tokens still rules
+        them out: the grammar counts more than min_tokens.
+        """
+        if self.matcher is None:
+            return False
+        self.matcher.follow(self.output_ids)
+        has_end = self.request.stop_ids and len(self.output_ids) >= self.request.params.min_tokens
+        return not has_end and self.matcher.must_end()
 
     def end(self, reason: FinishReason) -> None:
         """End without a token: aborted, failed, or asked for nothing."""
@@ -143,6 +166,7 @@ class Request:
     max_new_tokens  tokens each sample may generate, cut to the room there is
     stop_ids        ids that end a sample
     cache_salt      only requests with the same one share cached prefixes
+    grammar         what params.structured asks of each output, compiled; None without it
     events          what a stream reader has not taken yet; None when nobody streams
     """
 
@@ -158,6 +182,7 @@ class Request:
         stop_ids: Collection[int],
         cache_salt: str = "",
         streaming: bool = False,
+        grammar: CompiledGrammar | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -167,6 +192,7 @@ class Request:
         self.max_new_tokens = max_new_tokens
         self.stop_ids = frozenset(stop_ids)
         self.cache_salt = cache_salt
+        self.grammar = grammar
         self.events: deque[StreamEvent] | None = deque() if streaming else None
         self.sequences: list[Sequence] = []
         self.arrival = time.perf_counter()

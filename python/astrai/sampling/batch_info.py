@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,6 +12,9 @@ import torch
 from astrai.sampling.params import SamplingParams
 from astrai.sampling.pipeline import SamplingPipeline
 from astrai.sampling.random import uniforms
+
+if TYPE_CHECKING:
+    from astrai.sampling.structured import TokenMatcher
 
 
 @dataclass(eq=False)
@@ -20,6 +24,7 @@ class SamplingRow:
     prompt_ids, output_ids   token ids; output_ids is the live list that the engine appends to
     stream_key               key of the row's random stream (`random.stream_key`)
     stop_ids                 ids that must not be chosen before params.min_tokens tokens are out
+    matcher                  the grammar that the output follows, or None
     """
 
     params: SamplingParams
@@ -27,6 +32,7 @@ class SamplingRow:
     output_ids: list[int]
     stream_key: int
     stop_ids: tuple[int, ...] = ()
+    matcher: TokenMatcher | None = None
 
 
 class SamplingBatchInfo:

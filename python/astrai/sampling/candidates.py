@@ -92,7 +92,8 @@ class CandidateTable:
         if self.is_exhaustive:
             return torch.ones_like(self.kept, dtype=torch.bool)
         last_kept = self.values.gather(1, self.kept[:, None] - 1)[:, 0]
-        return last_kept > self.values[:, -1]
+        # Where a table ends with ids that were ruled out, only such ids lie outside it.
+        return (last_kept > self.values[:, -1]) | (self.values[:, -1] == -torch.inf)
 
     def draw(self, uniform: torch.Tensor) -> torch.Tensor:
         """One kept id of each row, [R] int64, for `uniform` [R] float64 in [0, 1)."""

@@ -9,6 +9,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from astrai.sampling.structured_output import StructuredOutput
+
 # Below this a row is decided by argmax: (logit - max) / temperature would only tell apart logits
 # that are closer than fp32 can represent for any real model.
 GREEDY_TEMPERATURE = 1e-5
@@ -53,12 +55,14 @@ class SamplingParams:
     logprobs            default None; 0 to 20. Report the natural log probability of each chosen
                         token and of this many likeliest ones, under the model's own distribution
                         (before penalties, bias, temperature and filters).
+    structured          default None; a StructuredOutput: the form that the output has. Tokens that
+                        would break it cannot be chosen.
     skip_special_tokens default True. Leave special tokens out of the text.
     include_stop_str_in_output
                         default False. End the text after the stop string or token, not before it.
 
     Order of effects: repetition, frequency and presence penalty, logit bias, min_tokens,
-    temperature, top_k, top_p, min_p.
+    structured, temperature, top_k, top_p, min_p.
     """
 
     temperature: float = 1.0
@@ -77,6 +81,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logit_bias: Mapping[int, float] | None = None
     logprobs: int | None = None
+    structured: StructuredOutput | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
@@ -85,6 +90,11 @@ class SamplingParams:
         self._check_lengths()
         self._check_stops()
         self._check_logit_bias()
+        if self.structured is not None and not isinstance(self.structured, StructuredOutput):
+            raise TypeError(
+                f"SamplingParams: structured is {self.structured!r:.60}; "
+                "expected a StructuredOutput or None"
+            )
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             value = getattr(self, name)
             if not isinstance(value, bool):
