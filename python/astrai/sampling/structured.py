@@ -64,5 +64,13 @@ class StructuredOutputStrategy:
             bits = np.unpackbits(octets, axis=1, count=self._vocab_size, bitorder="little")
             return torch.from_numpy(bits).view(torch.bool).logical_not_()
         words = self._packed.to(device, non_blocking=True)
-        bits_on_device = (words[:, :, None] >> self._shifts) & 1
-        return bits_on_device.flatten(1)[:, : self._vocab_size] == 0
+        return unpack_forbidden(words, self._shifts, self._vocab_size)
+
+
+def unpack_forbidden(words: torch.Tensor, shifts: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """[rows, vocab_size] bool, True where the bit of `words` [rows, W] int32 is 0.
+
+    shifts  0 .. 31 [32] int32 on the device of `words`
+    """
+    bits = (words[:, :, None] >> shifts) & 1
+    return bits.flatten(1)[:, :vocab_size] == 0

@@ -78,8 +78,9 @@ class GrammarCompiler:
                 try:
                     compiled = self._compile(output)
                 except ValueError as problem:
+                    found = _shortened(problem, output.kind)
                     raise ValueError(
-                        f"StructuredOutput: {output.kind} cannot be used: {_shortened(problem, output.kind)}; "
+                        f"StructuredOutput: {output.kind} cannot be used: {found}; "
                         "expected a valid one that some text satisfies"
                     ) from None
                 self._cache[output] = compiled
@@ -139,6 +140,8 @@ def _shortened(problem: ValueError, kind: str) -> str:
     message = str(problem).strip()
     if message.startswith("NoExtensionBias"):
         return "no text at all satisfies it"
+    if "missing special token prefix" in message:
+        return "it names a special token"
     message = _EXCERPT.split(message)[0]
     if kind != "grammar":  # the position is one in a grammar that the caller has not written
         message = _POSITION.sub("", message)

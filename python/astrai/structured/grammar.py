@@ -32,7 +32,7 @@ def grammar_text(output: StructuredOutput) -> str:
     if output.regex is not None:
         from llguidance import regex_to_lark
 
-        return f"start: OUTPUT\nOUTPUT: /{regex_to_lark(output.regex)}/"
+        return f"start: OUTPUT\nOUTPUT: /{regex_to_lark(output.regex, use_ascii='d')}/"
     if output.choice is not None:
         # One expression: alternatives of a rule would each cost an item of the parser.
         return f"start: OUTPUT\nOUTPUT: /{'|'.join(map(_literal, output.choice))}/"
