@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from astrai.extension import ops
     from astrai.extension.lib import _ext
     from astrai.kv_cache import KVCache, PagePool
-    from astrai.sampling import SamplingParams
+    from astrai.sampling import SamplingParams, StructuredOutput
     from astrai.workspace import InferenceWorkspace, WorkspaceShape
 
     counters = _ext.counters
@@ -39,6 +39,7 @@ _SOURCES = {
     "ModelConfig": "astrai.config",
     "PagePool": "astrai.kv_cache",
     "SamplingParams": "astrai.sampling",
+    "StructuredOutput": "astrai.sampling",
     "WorkspaceShape": "astrai.workspace",
     "apply_rotary_emb": "astrai.attention",
     "attn_backend": "astrai.attention",
@@ -54,6 +55,7 @@ __all__ = [
     "ModelConfig",
     "PagePool",
     "SamplingParams",
+    "StructuredOutput",
     "WorkspaceShape",
     "__version__",
     "apply_rotary_emb",

@@ -10,6 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -203,6 +204,38 @@ class SamplingOptions:
             rich_help_panel=_SAMPLING,
         ),
     ] = None
+    json_schema: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Answer in JSON that fits the JSON schema in FILE.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+    regex: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REGEX",
+            help="Answer with a text that matches this regular expression as a whole.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+    choice: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Answer with this text; given several times, with one of them.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+    grammar: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Answer with a text that the Lark or GBNF grammar in FILE describes.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
     show_special: Annotated[
         bool,
         typer.Option(
@@ -253,10 +286,35 @@ class SamplingOptions:
             "logit_bias": parse_logit_bias(self.logit_bias),
             "bad_words": tuple(self.bad_word or ()),
             "allowed_token_ids": self.allowed_token_id or None,
+            "structured": self._structured(),
             "skip_special_tokens": not self.show_special,
             "include_stop_str_in_output": self.include_stop,
         }
         return SamplingParams(**{**(defaults or {}), **chosen, **fixed, **more})
+
+    def _structured(self) -> Any:
+        """The StructuredOutput that was asked for, or None."""
+        given: dict[str, Any] = {
+            "json_schema": self.json_schema,
+            "regex": self.regex,
+            "choice": tuple(self.choice) if self.choice else None,
+            "grammar": self.grammar,
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        if not given:
+            return None
+        if len(given) > 1:
+            names = " and ".join("--" + name.replace("_", "-") for name in given)
+            raise BadInputError(f"{names} given; expected at most one of them")
+        from astrai.sampling import StructuredOutput
+
+        for name, value in given.items():
+            if isinstance(value, Path):
+                try:
+                    given[name] = value.read_text("utf-8")
+                except UnicodeDecodeError:
+                    raise BadInputError(f"{value}: not UTF-8 text; expected a {name}") from None
+        return StructuredOutput(**given)
 
 
 def parse_logit_bias(entries: list[str] | None) -> dict[int, float] | None:

@@ -16,7 +16,7 @@ from astrai.engine.prompt_scores import PromptScores
 from astrai.engine.request import Request, Sequence
 from astrai.engine.scheduler import ScheduledBatch, Scheduler
 from astrai.sampling.batch_info import SamplingBatchInfo
-from astrai.sampling.sampler import NOT_FINITE, RULED_OUT, Sampler
+from astrai.sampling.sampler import RULED_OUT, Sampler
 from astrai.threads import single_torch_thread
 
 _logger = logging.getLogger("astrai.engine")
@@ -91,9 +91,11 @@ class EngineCore:
                 self._next_task_id, self._tokenizer, self._special_ids
             )
             self._next_task_id += len(sequences)
+            if sequences[0].is_grammar_over():  # only the empty output fits
+                request.max_new_tokens = 0
             if request.max_new_tokens == 0 and request.num_scored == len(request.prompt_ids) - 1:
                 for sequence in sequences:
-                    sequence.end("length")
+                    sequence.end(sequence.empty_reason())
             else:
                 self.scheduler.add(request)
 
@@ -206,7 +208,7 @@ class EngineCore:
         """End the requests whose prompts gave logits that mean nothing."""
         for request, num_tokens in scores.unusable:
             for sequence in request.sequences:
-                sequence.error = _failure(NOT_FINITE, num_tokens)
+                sequence.error = _not_finite(num_tokens)
             self.scheduler.end_all(request, "error")
 
     def _finish_batch(
@@ -232,7 +234,7 @@ class EngineCore:
             if sequence.finish_reason is not None:
                 continue  # aborted while the step ran
             if token_id < 0:
-                sequence.error = _failure(token_id, sequence.num_tokens)
+                sequence.error = _failure(sequence, token_id)
                 self.scheduler.finish(sequence, "error")
                 continue
             try:
@@ -273,13 +275,25 @@ def _distinct_requests(sequences: Iterable[Sequence]) -> list[Request]:
     return list(dict.fromkeys(sequence.request for sequence in sequences))
 
 
-def _failure(code: int, num_tokens: int) -> str:
-    """Why no token could be chosen after so many tokens; `code` is the sampler's."""
+def _failure(sequence: Sequence, code: int) -> str:
+    """Why no token could be chosen for a sequence; `code` is the sampler's."""
+    num_tokens = sequence.num_tokens
+    matcher = sequence.matcher
+    if matcher is not None and matcher.error is not None:
+        return (
+            f"the structured output cannot go on after {num_tokens} tokens: {matcher.error}; "
+            "expected a simpler grammar"
+        )
     if code == RULED_OUT:
         return (
             f"the sampling parameters rule out every token after {num_tokens} tokens "
-            "(allowed_token_ids, bad_words, min_tokens); expected at least one that may be chosen"
+            "(allowed_token_ids, bad_words, min_tokens, structured); "
+            "expected at least one that may be chosen"
         )
+    return _not_finite(num_tokens)
+
+
+def _not_finite(num_tokens: int) -> str:
     return (
         f"the model's logits are not finite after {num_tokens} tokens; "
         "expected at least one finite logit"

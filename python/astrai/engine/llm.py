@@ -40,6 +40,7 @@ from astrai.loading import LoadedModel, load_model
 from astrai.sampling.params import SamplingParams
 from astrai.sampling.random import derived_seed, fresh_seed
 from astrai.sampling.sampler import Sampler
+from astrai.structured.compiler import GrammarCompiler
 from astrai.tokenizer import Tokenizer
 
 Progress = Callable[[int, int], None]
@@ -151,11 +152,16 @@ class LLM:
             tokenizer,
             tokenizer.special_ids,
         )
+        eos_token_ids = _reachable_eos(loaded.name, config.eos_token_ids, vocab_size)
+        self._grammars = GrammarCompiler(
+            tokenizer, vocab_size, {*tokenizer.special_ids, *eos_token_ids}
+        )
         self._reader = PromptReader(
             tokenizer,
             loaded.chat_template,
-            _reachable_eos(loaded.name, config.eos_token_ids, vocab_size),
+            eos_token_ids,
             PromptLimits(vocab_size, context, num_pages, page_size),
+            self._grammars,
         )
         self._config, self._tokenizer = config, tokenizer
         self._name, self._generation_defaults = loaded.name, dict(loaded.generation_defaults)
@@ -300,6 +306,7 @@ class LLM:
                 self._core.abort_all()
             finally:
                 self._core.release_executor()
+                self._grammars.close()
                 self._kv = None
 
     def __enter__(self) -> LLM:
@@ -340,6 +347,7 @@ class LLM:
             bad_ids=prepared.bad_ids,
             cache_salt=cache_salt,
             streaming=streaming,
+            grammar=prepared.grammar,
         )
 
     def _seed_for(self, params: SamplingParams) -> int:

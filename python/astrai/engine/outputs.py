@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-# stop: a stop string, stop id or end-of-sequence id was reached. length: max_tokens or the end of
-# the context. abort: the request was aborted. error: the model gave no usable logits, or the
-# request's parameters ruled out every token.
+# stop: a stop string, stop id or end-of-sequence id was reached, or a structured output is
+# complete. length: max_tokens or the end of the context. abort: the request was aborted. error: the
+# model gave no usable logits, or the request's parameters ruled out every token.
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 

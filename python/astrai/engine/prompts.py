@@ -10,6 +10,7 @@ from astrai.engine.bans import bad_word_ids, check_some_token_is_left
 from astrai.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
+    from astrai.structured.compiler import CompiledGrammar, GrammarCompiler
     from astrai.tokenizer import ChatTemplate, Tokenizer
 
 Prompt = str | list[int]
@@ -26,6 +27,7 @@ class PreparedPrompt:
     max_new_tokens: int
     stop_ids: frozenset[int]
     bad_ids: tuple[tuple[int, ...], ...] = ()
+    grammar: CompiledGrammar | None = None
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,13 @@ class PromptReader:
         chat_template: ChatTemplate,
         eos_token_ids: Sequence[int],
         limits: PromptLimits,
+        grammars: GrammarCompiler,
     ) -> None:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._eos_token_ids = frozenset(eos_token_ids)
         self._limits = limits
+        self._grammars = grammars
 
     def read(self, where: str, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
         """Check a text or a list of token ids; `where` begins every error message."""
@@ -137,7 +141,16 @@ class PromptReader:
             max_new_tokens=self._room(where, length, params),
             stop_ids=stop_ids,
             bad_ids=bad_ids,
+            grammar=self._grammar(where, params),
         )
+
+    def _grammar(self, where: str, params: SamplingParams) -> CompiledGrammar | None:
+        if params.structured is None:
+            return None
+        try:
+            return self._grammars.compile(params.structured)
+        except ValueError as problem:
+            raise ValueError(f"{where}: {problem}") from None
 
     def _room(self, where: str, length: int, params: SamplingParams) -> int:
         """Tokens that may be generated. The last one is never stored, so it needs no page."""

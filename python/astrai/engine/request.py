@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Collection
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from astrai.engine.detokenizer import PieceSource
 from astrai.engine.outputs import (
@@ -20,6 +21,10 @@ from astrai.sampling.batch_info import SamplingRow
 from astrai.sampling.logprobs import TokenLogprobs
 from astrai.sampling.params import SamplingParams
 from astrai.sampling.random import stream_key
+
+if TYPE_CHECKING:
+    from astrai.structured.compiler import CompiledGrammar
+    from astrai.structured.matcher import GrammarMatcher
 
 
 class SequenceState(Enum):
@@ -39,6 +44,7 @@ class Sequence:
     num_computed  tokens whose keys and values are in the pool
     num_indexed   of those, tokens in pages that were put into the prefix index
     num_overtaken  younger sequences that started while it did not fit
+    matcher       where the output is in the request's grammar; None without one
     """
 
     __slots__ = (
@@ -47,6 +53,7 @@ class Sequence:
         "finish_reason",
         "index",
         "logprobs",
+        "matcher",
         "num_computed",
         "num_indexed",
         "num_overtaken",
@@ -81,6 +88,8 @@ class Sequence:
         self.pieces: list[str] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
+        grammar = request.grammar
+        self.matcher: GrammarMatcher | None = None if grammar is None else grammar.new_matcher()
         self.row = SamplingRow(
             request.params,
             request.prompt_ids,
@@ -88,6 +97,7 @@ class Sequence:
             stream_key(request.seed, index),
             tuple(sorted(request.stop_ids)),
             request.bad_ids,
+            self.matcher,
         )
 
     @property
@@ -116,9 +126,10 @@ class Sequence:
             self.finish_reason, self.stop_reason = "stop", token_id
         else:
             piece = self.text.add(token_id, len(self.output_ids) > params.min_tokens)
-            if len(self.output_ids) >= request.max_new_tokens:
+            is_over = self.is_grammar_over()
+            if is_over or len(self.output_ids) >= request.max_new_tokens:
                 piece += self.text.end()
-                self.finish_reason = "length"
+                self.finish_reason = "stop" if is_over else "length"
             # A stop string that is complete with the last token counts more than the limit.
             if self.text.matched_stop is not None:
                 self.finish_reason, self.stop_reason = "stop", self.text.matched_stop
@@ -127,6 +138,22 @@ class Sequence:
         request.note_token(now)
         request.emit(self, piece, [token_id], [logprobs] if logprobs is not None else None)
         return self.finish_reason is not None
+
+    def empty_reason(self) -> FinishReason:
+        """Why a sample ends that may have no token."""
+        return "stop" if self.is_grammar_over() else "length"
+
+    def is_grammar_over(self) -> bool:
+        """True when the output is complete, its grammar allows no more and no id can say so.
+
+        With ids that end the sample the model chooses one of them, unless min_tokens still rules
+        them out: the grammar counts more than min_tokens.
+        """
+        if self.matcher is None:
+            return False
+        self.matcher.follow(self.output_ids)
+        has_end = self.request.stop_ids and len(self.output_ids) >= self.request.params.min_tokens
+        return not has_end and self.matcher.must_end()
 
     def end(self, reason: FinishReason) -> None:
         """End without a token: aborted, failed, or asked for nothing."""
@@ -163,6 +190,7 @@ class Request:
                     known or not wanted
     cache_salt      only requests with the same one share cached prefixes
     priority        the lower it is, the sooner the request is served
+    grammar         what params.structured asks of each output, compiled; None without it
     events          what a stream reader has not taken yet; None when nobody streams
     error           what kept the request from being computed; its samples ended with "error" then
     """
@@ -181,6 +209,7 @@ class Request:
         cache_salt: str = "",
         priority: int = 0,
         streaming: bool = False,
+        grammar: CompiledGrammar | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -192,6 +221,7 @@ class Request:
         self.bad_ids = bad_ids
         self.cache_salt = cache_salt
         self.priority = priority
+        self.grammar = grammar
         self.events: deque[StreamEvent] | None = deque() if streaming else None
         self.error: Exception | None = None
         self.sequences: list[Sequence] = []

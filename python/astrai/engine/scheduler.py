@@ -271,7 +271,7 @@ class Scheduler:
                 self._index(sequence)
             request = sequence.request
             if request.max_new_tokens == 0 and sequence.num_computed == sequence.num_tokens:
-                self.end_all(request, "length")  # only the prompt was to be computed
+                self.end_all(request, sequence.empty_reason())  # only the prompt was wanted
         self._land()
 
     def rollback(self) -> None:

@@ -1,7 +1,7 @@
 """Choosing the next token: request parameters, the strategy pipeline, counter-based random numbers.
 
-`SamplingParams` needs no torch; everything else is imported on first use, so that describing a
-request stays cheap.
+`SamplingParams` and `StructuredOutput` need no torch; everything else is imported on first use, so
+that describing a request stays cheap.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from astrai.sampling.params import SamplingParams
+from astrai.sampling.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
     from astrai.sampling.bans import AllowedTokenIdsStrategy, BadWordsStrategy
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         TopKStrategy,
         TopPStrategy,
     )
+    from astrai.sampling.structured import StructuredOutputStrategy
 
 _LAZY = {
     "AllowedTokenIdsStrategy": "bans",
@@ -49,6 +51,7 @@ _LAZY = {
     "TemperatureStrategy": "strategies",
     "TopKStrategy": "strategies",
     "TopPStrategy": "strategies",
+    "StructuredOutputStrategy": "structured",
 }
 
 __all__ = [
@@ -66,6 +69,8 @@ __all__ = [
     "SamplingParams",
     "SamplingPipeline",
     "SamplingRow",
+    "StructuredOutput",
+    "StructuredOutputStrategy",
     "TemperatureStrategy",
     "TokenLogprobs",
     "TopKStrategy",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,6 +12,9 @@ import torch
 from astrai.sampling.params import SamplingParams
 from astrai.sampling.pipeline import SamplingPipeline
 from astrai.sampling.random import uniforms
+
+if TYPE_CHECKING:
+    from astrai.sampling.structured import TokenMatcher
 
 
 @dataclass(eq=False)
@@ -21,6 +25,7 @@ class SamplingRow:
     stream_key               key of the row's random stream (`random.stream_key`)
     stop_ids                 ids that must not be chosen before params.min_tokens tokens are out
     bad_ids                  the bad words as token ids (`engine.bans.bad_word_ids`)
+    matcher                  the grammar that the output follows, or None
     """
 
     params: SamplingParams
@@ -29,6 +34,7 @@ class SamplingRow:
     stream_key: int
     stop_ids: tuple[int, ...] = ()
     bad_ids: tuple[tuple[int, ...], ...] = ()
+    matcher: TokenMatcher | None = None
 
     @property
     def has_bans(self) -> bool:
@@ -37,6 +43,7 @@ class SamplingRow:
         return bool(
             params.allowed_token_ids is not None
             or self.bad_ids
+            or self.matcher is not None
             or (self.stop_ids and params.min_tokens)
         )
 

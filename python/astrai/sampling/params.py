@@ -10,6 +10,8 @@ from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
+from astrai.sampling.structured_output import StructuredOutput
+
 # Below this a row is decided by argmax: (logit - max) / temperature would only tell apart logits
 # that are closer than fp32 can represent for any real model.
 GREEDY_TEMPERATURE = 1e-5
@@ -70,12 +72,14 @@ class SamplingParams:
     prompt_logprobs     default None; 0 to 20. Report the same for each token of the prompt but the
                         first. The whole prompt is computed then, cached or not, and with
                         max_tokens 0 too.
+    structured          default None; a StructuredOutput: the form that the output has. Tokens that
+                        would break it cannot be chosen.
     skip_special_tokens default True. Leave special tokens out of the text.
     include_stop_str_in_output
                         default False. End the text after the stop string or token, not before it.
 
     Order of effects: repetition, frequency and presence penalty, logit bias, allowed_token_ids,
-    bad_words, min_tokens, temperature, top_k, top_p, min_p.
+    bad_words, min_tokens, structured, temperature, top_k, top_p, min_p.
     """
 
     temperature: float = 1.0
@@ -98,6 +102,7 @@ class SamplingParams:
     bad_words: str | Iterable[str] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured: StructuredOutput | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
@@ -107,6 +112,11 @@ class SamplingParams:
         self._check_stops()
         self._check_bans()
         self._check_logit_bias()
+        if self.structured is not None and not isinstance(self.structured, StructuredOutput):
+            raise TypeError(
+                f"SamplingParams: structured is {self.structured!r:.60}; "
+                "expected a StructuredOutput or None"
+            )
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             value = getattr(self, name)
             if not isinstance(value, bool):

@@ -26,6 +26,7 @@ from astrai.sampling.strategies import (
     TopKStrategy,
     TopPStrategy,
 )
+from astrai.sampling.structured import StructuredOutputStrategy
 
 if TYPE_CHECKING:
     from astrai.sampling.batch_info import SamplingBatchInfo, SamplingRow
@@ -96,6 +97,9 @@ class SamplingPipeline:
                 if row.stop_ids and len(row.output_ids) < row.params.min_tokens
             ]
             strategies.append(MinTokensStrategy(waiting, info.device))
+        matched = [(i, row) for i, row in enumerate(info.rows) if row.matcher is not None]
+        if matched:
+            strategies.append(StructuredOutputStrategy(matched, info.vocab_size, info.device))
         return strategies
 
     def record(self, tokens: torch.Tensor) -> None:
