@@ -158,15 +158,23 @@ def test_every_sampling_option_runs_and_repeats(make_pair, tiny_model):
         presence_penalty=0.1,
         logit_bias={7: -2.0},
         min_tokens=4,
+        bad_words=["e", "th", "\x05\x06"],
         logprobs=3,
+        prompt_logprobs=2,
         n=2,
+        best_of=4,
         seed=3,
         max_tokens=16,
     )
-    params = [everything, greedy(16, logprobs=2), SamplingParams(seed=5, max_tokens=16)]
-    prompts = prompts_of(4, 9, 30)
-    _, llm = make_pair(tiny_model)
+    limited = SamplingParams(seed=6, max_tokens=16, allowed_token_ids=range(40, 90), top_k=60)
+    params = [everything, greedy(16, logprobs=2), SamplingParams(seed=5, max_tokens=16), limited]
+    prompts = prompts_of(4, 9, 30, 6)
+    on_cpu, llm = make_pair(tiny_model)
     first = llm.generate(prompts, params)
+    (expected,) = on_cpu.generate(prompts[:1], everything)
+    pairs = zip(first[0].prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True)
+    assert all(found == pytest.approx(entry, abs=1e-3) for found, entry in pairs)
+    assert set(first[3].outputs[0].token_ids) <= set(range(40, 90))
     assert tokens(first) == tokens(llm.generate(prompts, params))
     assert all(sample.token_ids for output in first for sample in output.outputs)
 

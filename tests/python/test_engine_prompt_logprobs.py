@@ -61,15 +61,27 @@ def test_any_chunks_give_the_values_of_one_pass(
 
 
 @pytest.mark.parametrize("asks", [(True, True), (True, False), (False, True)])
-def test_prompts_that_share_a_budget(make_llm, tiny_model, asks):
-    llm = make_llm(max_step_tokens=8)
-    params = [asking(2) if ask else SamplingParams(temperature=0, max_tokens=5) for ask in asks]
-    outputs = llm.generate([PROMPT, OTHER], params)
-    for prompt, ask, output in zip([PROMPT, OTHER], asks, outputs, strict=True):
+@pytest.mark.parametrize("random", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("max_step_tokens", [1, 8, 64])
+def test_prompts_that_share_a_budget(make_llm, tiny_model, asks, random, max_step_tokens):
+    prompts = [PROMPT, OTHER]
+    plain = SamplingParams(max_tokens=5, ignore_eos=True, **{"temperature": 0, **random})
+    params = [asking(2, **random) if ask else plain for ask in asks]
+    expected = [make_llm().generate(prompt, plain)[0].outputs for prompt in prompts]
+    outputs = make_llm(max_step_tokens=max_step_tokens).generate(prompts, params)
+    llm = make_llm(max_step_tokens=max_step_tokens)
+    streams = [llm.stream(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+    events = list(zip(*streams, strict=True))
+    for place, (prompt, ask, output) in enumerate(zip(prompts, asks, outputs, strict=True)):
+        assert output.outputs == expected[place]
+        seen = [pair[place] for pair in events]
+        assert [event.token_ids for event in seen] == [[t] for t in output.outputs[0].token_ids]
         if ask:
             check(output.prompt_logprobs, dense(tiny_model, prompt, 2))
+            check(seen[0].prompt_logprobs, dense(tiny_model, prompt, 2))
         else:
             assert output.prompt_logprobs is None
+            assert all(event.prompt_logprobs is None for event in seen)
 
 
 @pytest.mark.parametrize("count", [0, 1, 20])

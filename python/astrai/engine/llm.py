@@ -285,7 +285,8 @@ class LLM:
         cache_salt  as in generate
         Returns  a generator of StreamEvent: one for each token, `index` tells samples apart. The
                  texts of one index joined are the text that `generate` gives.
-        Raises   as generate, at the call and not at the first event
+        Raises   as generate, at the call and not at the first event; ValueError also for a best_of
+                 above n, whose samples are chosen at the end
 
         Closing the generator early, or leaving it to an exception, aborts the request.
         """
