@@ -19,6 +19,7 @@ EXAMPLES = {
     "generate.py": r"'The capital of France is' -> ' Paris\.",
     "chat_stream.py": r"(?i)\w+ .*\bsky\b|\w+ .*\blight\b",
     "kernel_from_numpy.py": r"largest difference from numpy: \d\.\d+e-0[67]",
+    "structured_output.py": r"{'city': '.*', 'country': '.*', 'is_capital': (True|False)}",
     "train_step.py": r"step 30  loss [01]\.",
 }
 
