@@ -21,6 +21,7 @@ EXAMPLES = {
     "chat_stream.py": r"(?i)\w+ .*\bsky\b|\w+ .*\blight\b",
     "kernel_from_numpy.py": r"largest difference from numpy: \d\.\d+e-0[67]",
     "async_stream.py": r"\? -> .+\n.+\? -> .+\ncancelled: True",
+    "structured_output.py": r"{'city': '.*', 'country': '.*', 'is_capital': (True|False)}",
     "train_step.py": r"step 30  loss [01]\.",
     "sampling.py": (
         r"(?s)0: +(-\d.*)1: +-\d.*2: +-\d.*same samples: True\n"

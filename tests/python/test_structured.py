@@ -676,6 +676,43 @@ def test_a_child_process_that_was_killed_is_started_again(make_llm):
     assert KINDS["regex"][1](sample.text)
 
 
+def test_a_child_process_that_cannot_start_is_no_fault_of_the_grammar(make_llm, monkeypatch):
+    llm = make_llm()
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="/bin/false did not start to check grammars"):
+        llm.generate("hello", asking("choice", seed=1))
+    check_empty(llm)
+    monkeypatch.undo()
+    assert KINDS["choice"][1](samples(llm, "hello", asking("choice", seed=1))[0].text)
+
+
+@pytest.mark.gpu
+def test_masks_on_a_gpu_are_those_on_the_cpu(generator):
+    from astrai.sampling.batch_info import SamplingRow
+    from astrai.sampling.structured import StructuredOutputStrategy
+
+    pieces = [bytes([byte]) for byte in range(256)] * 3
+    compiler = GrammarCompiler(Pieces(pieces), len(pieces), ())
+    rows = [
+        (
+            i,
+            SamplingRow(
+                asking(kind), [1], [], 0, (5,), compiler.compile(KINDS[kind][0]).new_matcher()
+            ),
+        )
+        for i, kind in enumerate(KINDS)
+        if kind != "regex"
+    ]
+    compiler.close()
+    logits = torch.randn(len(KINDS), len(pieces), generator=generator)
+    on_gpu = logits.cuda()
+    StructuredOutputStrategy(rows, len(pieces), on_gpu.device).apply(on_gpu)
+    StructuredOutputStrategy(rows, len(pieces), logits.device).apply(logits)
+    assert torch.equal(on_gpu.cpu(), logits)
+    assert logits[1].isfinite().all()
+    assert not logits[0].isfinite().all()
+
+
 # --- the command line -----------------------------------------------------------------------------
 
 

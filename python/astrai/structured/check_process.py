@@ -1,8 +1,9 @@
 """The program of the child process in which a grammar is tried first (`checker`).
 
 It is run as a file, so that neither astrai nor torch is imported. Standard input has the vocabulary
-and the limits, then one grammar after the other, all pickled; each is answered with one line of
-JSON on standard output: {"error": message or null, "grammar": the grammar as Lark}.
+and the limits, then one grammar after the other, all pickled. Standard output gets the line "ready"
+when the vocabulary is read and one line of JSON for each grammar: {"error": message or null,
+"grammar": the grammar as Lark}.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ def _serve() -> None:
     wrapper = type("Wrapper", (SimpleNamespace,), {"__call__": lambda self, text: []})
     tokenizer = LLTokenizer(wrapper(**setup["wrapper"]), slices=setup["slices"])
     limits = LLParserLimits(**setup["limits"])
+    answers.write("ready\n")
+    answers.flush()
     while True:
         try:
             job = pickle.load(requests)

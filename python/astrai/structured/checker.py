@@ -38,11 +38,9 @@ class GrammarChecker:
 
     def check(self, grammar: str, options: str, is_gbnf: bool) -> str:
         """The grammar in Lark, if it can be served; else ValueError saying what is wrong."""
-        seconds = self._seconds
         if self._process is None or self._process.poll() is not None:
             self._start()
-            seconds += _START_SECONDS
-        answer = self._ask({"grammar": grammar, "options": options, "is_gbnf": is_gbnf}, seconds)
+        answer = self._ask({"grammar": grammar, "options": options, "is_gbnf": is_gbnf})
         if answer["error"] is not None:
             raise ValueError(answer["error"])
         return str(answer["grammar"])
@@ -66,7 +64,18 @@ class GrammarChecker:
             start_new_session=True,  # Ctrl-C in a terminal is for the engine
         )
         self._finalizer = weakref.finalize(self, _end, self._process)
-        self._send(self._setup)
+        try:
+            self._send(self._setup)
+            ready = self._read_line(_START_SECONDS)
+        except BaseException:
+            self.close()
+            raise
+        if ready is None or not ready.endswith(b"\n"):
+            self.close()
+            raise RuntimeError(
+                f"structured output: {sys.executable} did not start to check grammars within "
+                f"{_START_SECONDS:g} seconds; expected a Python that can import llguidance"
+            )
 
     def _send(self, value: Any) -> None:
         process = self._process
@@ -77,31 +86,33 @@ class GrammarChecker:
         except BrokenPipeError:
             return  # its end is noticed when the answer is read
 
-    def _ask(self, job: dict[str, Any], seconds: float) -> dict[str, Any]:
-        self._send(job)
+    def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        process = self._process
+        assert process is not None  # started by check
         try:
-            line = self._read_line(seconds)
+            self._send(job)
+            line = self._read_line(self._seconds)
         except BaseException:
             self.close()  # an answer that comes later must not be taken for the next one's
             raise
-        if not line.endswith(b"\n"):
-            process = self._process
-            code = None if process is None else process.wait()
+        if line is None:
             self.close()
-            if code is not None and code < 0:
-                raise ValueError(
-                    f"compiling it ended with signal {-code}: it is too deeply nested or needs too "
-                    "much memory or time"
-                )
-            raise RuntimeError(
-                f"structured output: {sys.executable} ended with exit code {code}; "
-                "expected it to check grammars"
+            raise ValueError(f"compiling it takes longer than {self._seconds:g} seconds")
+        if not line.endswith(b"\n"):
+            code = process.wait()
+            self.close()
+            # Rust ends a process that finds no memory with SIGABRT, Python with an exit code.
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            raise ValueError(
+                f"compiling it ended with {how}: it is too deeply nested or needs too much memory "
+                "or time"
             )
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def _read_line(self, seconds: float) -> bytes:
-        """What the child writes up to the end of a line, or of its output."""
+    def _read_line(self, seconds: float) -> bytes | None:
+        """What the child writes up to the end of a line or of its output; None if it takes longer
+        than `seconds`."""
         process = self._process
         assert process is not None and process.stdout is not None  # noqa: PT018  (set by _start)
         descriptor, line = process.stdout.fileno(), b""
@@ -109,7 +120,7 @@ class GrammarChecker:
         while not line.endswith(b"\n"):
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([descriptor], [], [], left)[0]:
-                raise ValueError(f"compiling it takes longer than {self._seconds:g} seconds")
+                return None
             piece = os.read(descriptor, 1 << 16)
             if not piece:
                 break
