@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from astrai import LLM
+from astrai.engine.options import RequestOptions
 from astrai.engine.text import OutputText
 from astrai.kv_cache import KVCache
 from astrai.sampling import SamplingParams
@@ -51,6 +52,7 @@ class Arrival:
     prompt_ids: list[int]
     params: SamplingParams
     abort_after: int | None
+    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ def make_scenario(seed: int, vocab_size: int) -> Scenario:
         prompt = stem[: rng.randint(0, len(stem))] + _ids(rng, rng.randint(1, 12), vocab_size)
         params = _params(rng, vocab_size)
         abort_after = rng.randint(0, 6) if rng.random() < 0.15 else None
-        arrivals.append(Arrival(step, prompt, params, abort_after))
+        priority = rng.choice((0, 0, 0, -1, 1))
+        arrivals.append(Arrival(step, prompt, params, abort_after, priority))
     longest = max(len(arrival.prompt_ids) + 25 for arrival in arrivals)
     needed = -(-longest // page_size)
     options = {
@@ -298,7 +301,7 @@ class _Reader:
         self.arrival = arrival
         self.answer = Answer([Sample() for _ in range(arrival.params.n)])
         self.is_done = False
-        self._events = llm.stream(arrival.prompt_ids, arrival.params)
+        self._events = llm.stream(arrival.prompt_ids, arrival.params, priority=arrival.priority)
         self._num_events = 0
 
     def read(self) -> None:
@@ -341,7 +344,7 @@ class _Runner:
         self.is_done = False
         self._core = llm._core
         prepared = llm._reader.read("fuzz", arrival.prompt_ids, arrival.params)
-        self._request = llm._submit(prepared, cache_salt="")
+        self._request = llm._submit(prepared, RequestOptions(priority=arrival.priority))
         self._num_steps = 0
 
     def read(self) -> None:

@@ -246,9 +246,11 @@ def test_unusable_prompts_are_refused_before_anything_is_queued(
         ({"sampling_params": SamplingParams(logit_bias={267: 1.0})}, ValueError, "id 267"),
         ({"sampling_params": SamplingParams(stop_token_ids=(300,))}, ValueError, "id 300"),
         ({"cache_salt": 3}, TypeError, "cache_salt is 3; expected a string"),
+        ({"priority": 0.5}, TypeError, "priority is 0.5; expected an integer"),
+        ({"priority": 2**31}, ValueError, "priority is 2147483648; expected -2"),
         ({"request_id": b"x"}, TypeError, "request_id is b'x'; expected a string or None"),
     ],
-    ids=["dict", "two", "bias", "stop id", "salt", "id"],
+    ids=["dict", "two", "bias", "stop id", "salt", "priority type", "priority range", "id"],
 )
 @pytest.mark.parametrize("op", ["generate", "chat", "stream"])
 def test_unusable_arguments_are_refused(make_async, arguments, error, message, op):

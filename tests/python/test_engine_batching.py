@@ -275,3 +275,25 @@ def test_aborted_streams_leave_the_others_unchanged(make_llm):
             assert seen[i] == expected[i][: len(seen[i])]
             assert i in closed or len(seen[i]) == 20
         assert llm.stats().free_pages == 12
+
+
+def test_the_more_urgent_request_is_served_first(make_llm):
+    """And a running one gives way to it, and still gets the text that it would get alone."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [[10, 11, 12], [20, 21], [30]]
+    expected = [o.outputs[0].token_ids for o in make_llm().generate(prompts, params)]
+    llm = make_llm(max_batch=1)
+    patient = llm.stream(prompts[0], params, priority=5)
+    taken = [next(patient).token_ids[0]]
+    soon = llm.stream(prompts[1], params, priority=1)
+    assert next(soon).token_ids
+    (first,) = llm.generate([prompts[2]], params, priority=-1)
+    assert first.metrics.preemptions == 0
+    assert first.outputs[0].token_ids == expected[2]
+    assert llm.stats().preemptions == 2
+    rest = [event.token_ids[0] for event in soon]
+    assert rest == expected[1][1:]
+    taken += [event.token_ids[0] for event in patient]
+    assert taken == expected[0]
+    with pytest.raises(TypeError, match="generate: priority is 'high'; expected an integer"):
+        llm.generate(prompts, params, priority="high")

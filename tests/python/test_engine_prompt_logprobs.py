@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from astrai.engine import executor
+from astrai.engine.options import RequestOptions
 from astrai.sampling import SamplingParams
 
 PROMPT = [104, 101, 9, 40, 77, 9, 9, 131, 250, 4]
@@ -148,7 +149,7 @@ def test_preempted_in_the_middle_of_the_prompt(
 
 
 def submit(llm, prompt, params):
-    return llm._submit(llm._reader.read("test", prompt, params), cache_salt="")
+    return llm._submit(llm._reader.read("test", prompt, params), RequestOptions())
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

@@ -16,7 +16,8 @@ from astrai.config import ModelConfig
 from astrai.engine.core import EngineStats
 from astrai.engine.engine_thread import EngineThread
 from astrai.engine.errors import EngineStepError
-from astrai.engine.llm import LLM, check_errors, check_salt
+from astrai.engine.llm import LLM, check_errors
+from astrai.engine.options import RequestOptions
 from astrai.engine.outputs import RequestOutput, StreamEvent
 from astrai.engine.prompts import (
     Message,
@@ -43,7 +44,7 @@ class _Call:
     read: Callable[[], PreparedPrompt]
     params: SamplingParams
     request_id: str | None
-    cache_salt: str
+    options: RequestOptions
     streaming: bool = False
 
 
@@ -125,6 +126,7 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         cache_salt: str = "",
+        priority: int = 0,
     ) -> RequestOutput:
         """Continue one prompt.
 
@@ -132,7 +134,7 @@ class AsyncLLM:
         sampling_params  None takes the model's recommendations
         request_id       a name for `abort` and for the output, not in use by an unfinished
                          request; default a number
-        cache_salt       as for LLM.generate
+        cache_salt, priority  as for LLM.generate
         Returns          the RequestOutput; finish_reason is "abort" after `abort`
         Raises           ValueError, TypeError as LLM.generate, and ValueError for a request_id in
                          use: nothing has been queued then. EngineBusyError beyond max_waiting.
@@ -142,8 +144,9 @@ class AsyncLLM:
         """
         reader, prompt = self._llm._reader, _own_list(prompt)
         params = self._params("generate", sampling_params)
+        options = RequestOptions.checked("generate", cache_salt, priority)
         read = partial(reader.read_prompt, "generate", prompt, params)
-        return await self._complete(_call("generate", read, params, request_id, cache_salt))
+        return await self._complete(_call("generate", read, params, request_id, options))
 
     async def chat(
         self,
@@ -152,6 +155,7 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         cache_salt: str = "",
+        priority: int = 0,
         template_values: dict[str, Any] | None = None,
     ) -> RequestOutput:
         """Answer one conversation.
@@ -163,6 +167,7 @@ class AsyncLLM:
         """
         check_messages("chat", messages)
         params = self._params("chat", sampling_params)
+        options = RequestOptions.checked("chat", cache_salt, priority)
         read = partial(
             self._llm._reader.read_chat,
             "chat: conversation",
@@ -170,7 +175,7 @@ class AsyncLLM:
             params,
             dict(template_values or {}),
         )
-        return await self._complete(_call("chat", read, params, request_id, cache_salt))
+        return await self._complete(_call("chat", read, params, request_id, options))
 
     def stream(
         self,
@@ -179,6 +184,7 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         cache_salt: str = "",
+        priority: int = 0,
         template_values: dict[str, Any] | None = None,
     ) -> AsyncGenerator[StreamEvent, None]:
         """Continue one prompt or answer one conversation, token by token.
@@ -196,6 +202,7 @@ class AsyncLLM:
         """
         self._engine.check_open("stream")
         params = self._params("stream", sampling_params)
+        options = RequestOptions.checked("stream", cache_salt, priority)
         check_streamable("stream", params)
         read = partial(
             self._llm._reader.read_one,
@@ -204,7 +211,7 @@ class AsyncLLM:
             params,
             dict(template_values or {}),
         )
-        return self._events(_call("stream", read, params, request_id, cache_salt, streaming=True))
+        return self._events(_call("stream", read, params, request_id, options, streaming=True))
 
     async def abort(self, request_id: str | int) -> bool:
         """End a request now: who waits for it gets what there is, with finish_reason "abort".
@@ -266,7 +273,7 @@ class AsyncLLM:
 
     async def _submit(self, call: _Call, ticket: Ticket, seed: int) -> Request:
         prepared = await asyncio.to_thread(call.read)
-        request = self._llm._make_request(prepared, seed, call.cache_salt, call.streaming)
+        request = self._llm._make_request(prepared, seed, call.options, call.streaming)
         self._engine.submit(ticket, request)
         return request
 
@@ -276,12 +283,12 @@ def _call(
     read: Callable[[], PreparedPrompt],
     params: SamplingParams,
     request_id: str | None,
-    cache_salt: str,
+    options: RequestOptions,
     streaming: bool = False,
 ) -> _Call:
     if request_id is not None and not isinstance(request_id, str):
         raise TypeError(f"{op}: request_id is {request_id!r}; expected a string or None")
-    return _Call(op, read, params, request_id, check_salt(op, cache_salt), streaming)
+    return _Call(op, read, params, request_id, options, streaming)
 
 
 def _own_list(prompt: Any) -> Any:

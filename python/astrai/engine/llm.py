@@ -19,6 +19,7 @@ from astrai.config import EngineConfig, ModelConfig
 from astrai.engine.core import EngineCore, EngineStats
 from astrai.engine.executor import Executor
 from astrai.engine.interrupt import deferred_interrupt
+from astrai.engine.options import RequestOptions
 from astrai.engine.outputs import RequestOutput, StreamEvent
 from astrai.engine.prompts import (
     Message,
@@ -216,6 +217,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache_salt: str = "",
+        priority: int = 0,
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
         """Continue one or several prompts, together in a batch.
@@ -224,6 +226,8 @@ class LLM:
         sampling_params  for all prompts, or one for each; None takes the model's recommendations
         cache_salt       only requests with the same one share cached prefixes: one for each tenant
                          keeps what others have asked from showing in the time to the first token
+        priority         the lower it is, the sooner the request is served; running requests of
+                         higher numbers give way to it
         progress         called as progress(samples_done, samples_total) as samples end
         Returns          one RequestOutput for each prompt, in order
         Raises           ValueError, TypeError: a prompt or parameter cannot be used; nothing has
@@ -240,7 +244,9 @@ class LLM:
             self._reader.read(f"generate: prompt {i}", text, p)
             for i, (text, p) in enumerate(zip(texts, params, strict=True))
         ]
-        return self._run("generate", prepared, progress, check_salt("generate", cache_salt))
+        return self._run(
+            "generate", prepared, progress, RequestOptions.checked("generate", cache_salt, priority)
+        )
 
     def chat(
         self,
@@ -248,13 +254,14 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache_salt: str = "",
+        priority: int = 0,
         progress: Progress | None = None,
         template_values: dict[str, Any] | None = None,
     ) -> RequestOutput | list[RequestOutput]:
         """Answer a conversation, or several in a batch.
 
         messages         [{"role": "user", "content": "..."}, ...], or a list of such lists
-        cache_salt       as in generate
+        cache_salt, priority  as in generate
         template_values  more variables for the chat template
         Returns          a RequestOutput for one conversation, a list for several
         Raises           as generate; ValueError also for a model without a chat template or a
@@ -268,7 +275,9 @@ class LLM:
             self._reader.read_chat(f"chat: conversation {i}", talk, p, template_values or {})
             for i, (talk, p) in enumerate(zip(conversations, params, strict=True))
         ]
-        outputs = self._run("chat", prepared, progress, check_salt("chat", cache_salt))
+        outputs = self._run(
+            "chat", prepared, progress, RequestOptions.checked("chat", cache_salt, priority)
+        )
         return outputs[0] if is_conversation(messages) else outputs
 
     def stream(
@@ -277,12 +286,13 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         cache_salt: str = "",
+        priority: int = 0,
         template_values: dict[str, Any] | None = None,
     ) -> Generator[StreamEvent, None, None]:
         """Continue one prompt or answer one conversation, token by token.
 
         prompt   a text, a list of token ids, or a list of messages
-        cache_salt  as in generate
+        cache_salt, priority  as in generate
         Returns  a generator of StreamEvent: one for each token, `index` tells samples apart. The
                  texts of one index joined are the text that `generate` gives.
         Raises   as generate, at the call and not at the first event; ValueError also for a best_of
@@ -294,7 +304,7 @@ class LLM:
         params = params_for_each("stream", sampling_params, 1, self._default_params)[0]
         check_streamable("stream", params)
         prepared = self._reader.read_one("stream", prompt, params, template_values or {})
-        return self._events(prepared, check_salt("stream", cache_salt))
+        return self._events(prepared, RequestOptions.checked("stream", cache_salt, priority))
 
     def close(self) -> None:
         """Abort what is unfinished, let go of weights and cache, refuse further work.
@@ -326,16 +336,14 @@ class LLM:
             raise RuntimeError(f"{op}: this LLM was closed; expected an open one")
 
     def _submit(
-        self, prepared: PreparedPrompt, cache_salt: str, streaming: bool = False
+        self, prepared: PreparedPrompt, options: RequestOptions, streaming: bool = False
     ) -> Request:
-        request = self._make_request(
-            prepared, self._seed_for(prepared.params), cache_salt, streaming
-        )
+        request = self._make_request(prepared, self._seed_for(prepared.params), options, streaming)
         self._core.submit(request)
         return request
 
     def _make_request(
-        self, prepared: PreparedPrompt, seed: int, cache_salt: str, streaming: bool
+        self, prepared: PreparedPrompt, seed: int, options: RequestOptions, streaming: bool
     ) -> Request:
         return Request(
             next(self._request_ids),
@@ -346,7 +354,8 @@ class LLM:
             max_new_tokens=prepared.max_new_tokens,
             stop_ids=prepared.stop_ids,
             bad_ids=prepared.bad_ids,
-            cache_salt=cache_salt,
+            cache_salt=options.cache_salt,
+            priority=options.priority,
             streaming=streaming,
             grammar=prepared.grammar,
         )
@@ -364,7 +373,7 @@ class LLM:
         op: str,
         prepared: Sequence[PreparedPrompt],
         progress: Progress | None,
-        cache_salt: str,
+        options: RequestOptions,
     ) -> list[RequestOutput]:
         requests: list[Request] = []
         total = sum(item.params.num_samples for item in prepared)
@@ -372,7 +381,7 @@ class LLM:
         try:
             with deferred_interrupt() as check_interrupt:
                 for item in prepared:
-                    requests.append(self._submit(item, cache_salt))
+                    requests.append(self._submit(item, options))
                 unfinished = deque(requests)
                 while unfinished:
                     if unfinished[0].is_finished:
@@ -396,10 +405,10 @@ class LLM:
         return [request.output() for request in requests]
 
     def _events(
-        self, prepared: PreparedPrompt, cache_salt: str
+        self, prepared: PreparedPrompt, options: RequestOptions
     ) -> Generator[StreamEvent, None, None]:
         self._check_open("stream")
-        request = self._submit(prepared, cache_salt, streaming=True)
+        request = self._submit(prepared, options, streaming=True)
         events = request.events
         assert events is not None  # streaming requests have a queue
         try:
@@ -456,13 +465,6 @@ def _default_params(loaded: LoadedModel) -> SamplingParams:
         raise ValueError(
             f"LLM: the sampling defaults in the files of {loaded.name}: {problem}"
         ) from None
-
-
-def check_salt(op: str, salt: str) -> str:
-    """The salt itself; TypeError for anything but a string."""
-    if not isinstance(salt, str):
-        raise TypeError(f"{op}: cache_salt is {salt!r}; expected a string")
-    return salt
 
 
 def _reachable_eos(name: str, ids: Sequence[int], vocab_size: int) -> list[int]:
