@@ -40,24 +40,26 @@ def before_each_batch(
 
 
 class Gate:
-    """Holds an engine's thread inside a step, from `shut` or the beginning on, until `open`."""
+    """Holds an engine's thread inside a step until `open`; some batches may pass before."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, llm: AsyncLLM) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, llm: AsyncLLM, free_batches: int = 0
+    ) -> None:
         self._open = threading.Event()
         self._reached = threading.Event()
+        self._free_batches = free_batches
         before_each_batch(monkeypatch, llm._llm, self._pass)
 
     def _pass(self, batch: Any) -> None:
+        if self._free_batches > 0:
+            self._free_batches -= 1
+            return
         self._reached.set()
         assert self._open.wait(HANG), "nobody opened the gate"
 
     async def reached(self) -> None:
         """Return when a step stands before the gate."""
         assert await asyncio.to_thread(self._reached.wait, HANG)
-
-    def shut(self) -> None:
-        self._open.clear()
-        self._reached.clear()
 
     def open(self) -> None:
         self._open.set()

@@ -163,7 +163,7 @@ def test_ids_of_requests(make_async):
             assert again.request_id == "mine", "an ended request's id is free again"
             ids = {(await llm.generate("x", greedy(1))).request_id for _ in range(3)}
             assert len(ids) == 3
-            stream = llm.stream("x", greedy(40), request_id="taken")
+            stream = llm.stream("x", greedy(200), request_id="taken")
             await anext(stream)
             with pytest.raises(ValueError, match=r"generate: request_id 'taken' belongs to an unf"):
                 await llm.generate("x", request_id="taken")
@@ -175,19 +175,29 @@ def test_ids_of_requests(make_async):
     asyncio.run(main())
 
 
-def test_a_list_may_be_extended_after_the_call(make_async):
-    messages = list(HELLO)
-
+@pytest.mark.parametrize("op", ["generate", "chat", "stream"])
+def test_a_list_may_be_extended_after_the_call(make_async, monkeypatch, op):
     async def main():
         async with make_async() as llm:
-            stream = llm.stream(messages, greedy(3), request_id="a")
-            task = asyncio.create_task(llm.chat(messages, greedy(3)))
-            await asyncio.sleep(0)
-            messages.append({"role": "nobody"})
-            await read(stream)
-            return await task
+            extended = threading.Event()
+            reader = llm._llm._reader
+            for name in ("read_prompt", "read_chat", "read_one"):
+                prepare = getattr(reader, name)
 
-    assert asyncio.run(main()).prompt.count("<|im_start|>") == 2
+                def late(*arguments, prepare=prepare):
+                    assert extended.wait(HANG)
+                    return prepare(*arguments)
+
+                monkeypatch.setattr(reader, name, late)
+            prompt = [5, 6] if op == "generate" else list(HELLO)
+            call = getattr(llm, op)(prompt, greedy(3))
+            task = asyncio.create_task(read(call) if op == "stream" else call)
+            await asyncio.sleep(0)
+            prompt.append("neither a token nor a message")
+            extended.set()
+            await task
+
+    asyncio.run(main())
 
 
 def test_one_delivery_a_step_for_each_loop(make_async, monkeypatch):
@@ -447,9 +457,10 @@ def test_leaving_a_stream_returns_its_pages(make_async, way, n):
     asyncio.run(main())
 
 
-def test_closing_after_the_first_sample_has_ended(make_async):
-    # Samples of one request end at different steps.
+def test_closing_after_the_first_sample_has_ended(make_llm, make_async):
     params = SamplingParams(n=8, seed=1, max_tokens=60, logit_bias={1: 7.0})
+    (output,) = make_llm().generate("hello", params)
+    assert len({len(sample.token_ids) for sample in output.outputs}) > 2
 
     async def main():
         async with make_async() as llm:
@@ -457,7 +468,6 @@ def test_closing_after_the_first_sample_has_ended(make_async):
             async for event in stream:
                 if event.finish_reason is not None:
                     break
-            assert llm.stats().running > 0
             await stream.aclose()
             await until_empty(llm)
 
@@ -537,9 +547,13 @@ def test_abort(make_async, monkeypatch):
         assert llm.stats().free_pages == llm.stats().num_pages
         for task, n in ((running, 1), (waiting, 2)):
             assert [s.finish_reason for s in (await task).outputs] == ["abort"] * n
-        stream = llm.stream("hello", greedy(100), request_id="s")
-        events = [await anext(stream) for _ in range(3)]
-        assert await llm.abort("s")
+        with Gate(monkeypatch, llm, free_batches=5) as gate:
+            stream = llm.stream("hello", greedy(100), request_id="s")
+            events = [await anext(stream) for _ in range(3)]
+            await gate.reached()
+            aborting = asyncio.create_task(llm.abort("s"))
+            await asyncio.sleep(0)
+        assert await aborting
         assert llm.stats().running == 0
         events += [event async for event in stream]
         assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + ["abort"]

@@ -15,7 +15,15 @@ import pytest
 
 from astrai import LLM, SamplingParams
 from astrai.engine import EngineClosedError, EngineStepError
-from engine_checks import HANG, Gate, before_each_batch, check_empty, until_empty, until_queued
+from engine_checks import (
+    HANG,
+    Gate,
+    before_each_batch,
+    check_empty,
+    until,
+    until_empty,
+    until_queued,
+)
 
 HELLO = [{"role": "user", "content": "hello"}]
 GUILTY = 66  # a token of the guilty prompt alone
@@ -298,6 +306,33 @@ def test_an_engine_that_cannot_go_on_tells_everybody(make_async, monkeypatch, pl
     asyncio.run(main())
 
 
+def test_an_engine_that_is_torn_still_tells_everybody(make_async, monkeypatch):
+    """Somebody walks away in the step that breaks the engine, and nothing can be aborted then."""
+
+    async def main():
+        llm = make_async()
+        core = llm._llm._core
+
+        def failing(*arguments):
+            raise SystemExit("broken")
+
+        before_each_batch(monkeypatch, llm._llm, failing)
+        with Gate(monkeypatch, llm) as gate:
+            leaving, staying = (
+                asyncio.create_task(llm.generate("hello", greedy())) for _ in range(2)
+            )
+            await gate.reached()
+            await until_queued(llm, 2)
+            leaving.cancel()
+            await asyncio.wait([leaving])
+            monkeypatch.setattr(core, "abort", failing)
+        with pytest.raises(EngineClosedError, match="stopped after SystemExit: broken"):
+            await asyncio.wait_for(staying, HANG)
+        await llm.close()
+
+    asyncio.run(main())
+
+
 # --- closing --------------------------------------------------------------------------------------
 
 
@@ -307,9 +342,11 @@ def test_closing_ends_everything_in_flight(make_async, monkeypatch):
     async def main():
         llm = make_async(max_batch=2)
         slow = llm.stream("hello", greedy(200))
-        await anext(slow)
-        with Gate(monkeypatch, llm) as gate:
+        with Gate(monkeypatch, llm, free_batches=5) as gate:
+            await anext(slow)
             await gate.reached()
+            (ticket,) = llm._engine._open.values()
+            await until(lambda: len(ticket._events) == 4)
             tasks = [asyncio.create_task(llm.generate("hello", greedy(50))) for _ in range(3)]
             tasks.append(asyncio.create_task(read(llm.stream("hello", greedy(50)))))
             await until_queued(llm, 5)
@@ -337,8 +374,11 @@ def test_closing_ends_everything_in_flight(make_async, monkeypatch):
         for failure in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(failure, EngineClosedError)
             assert failure.__cause__ is None
+        seen = []
         with pytest.raises(EngineClosedError, match="stream: this AsyncLLM was closed"):
-            await read(slow)  # what it had not taken comes first
+            await read(slow, into=seen)
+        assert len(seen) >= 4
+        assert all(event.finish_reason is None for event in seen)
         assert not llm._engine._thread.is_alive()
         stats = llm.stats()
         assert (stats.waiting, stats.running, stats.free_pages) == (0, 0, stats.num_pages)
@@ -399,6 +439,7 @@ def test_event_loop_that_is_closed_with_requests_in_flight(make_async, monkeypat
         output = await llm.generate("hello", greedy(20))
         assert len(output.outputs[0].token_ids) == 20
         await until_empty(llm)
+        assert llm.stats().steps < 100
         await llm.close()
 
     asyncio.run(others())

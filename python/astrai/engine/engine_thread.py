@@ -165,7 +165,8 @@ class EngineThread:
 
     def _drop(self, ticket: Ticket) -> None:
         request_id = _request_of(ticket).request_id
-        if self._tickets.pop(request_id, None) is not None:
+        # At the end everything is aborted at once.
+        if self._tickets.pop(request_id, None) is not None and not self._is_closed:
             self._core.abort(request_id)
 
     def _abort(
