@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import random
@@ -509,6 +510,27 @@ def test_bias_and_penalties_choose_among_what_is_allowed(llm, tiny_model):
         structured=output, temperature=0, logit_bias={ids["x"]: 100.0, ids["b"]: 90.0}
     )
     assert samples(llm, "hello", params)[0].text == "bbbbbb"
+
+
+def test_stop_ids_beyond_the_model_are_no_ends(tiny_model):
+    """A tokenizer may know more special tokens than the model has rows."""
+    import tokenizers
+
+    from astrai import LLM
+    from astrai.tokenizer import Tokenizer
+    from astrai.tokenizer.pieces import decode_byte_level
+
+    backend = tokenizers.Tokenizer.from_str(tiny_model.tokenizer._backend.to_str())
+    backend.add_special_tokens([f"<extra{i}>" for i in range(60)])
+    tokenizer = Tokenizer(backend, decode_byte_level, bos_token_id=0, eos_token_id=1)
+    assert tokenizer.token_to_id("<extra59>") >= tiny_model.config.vocab_size
+    loaded = dataclasses.replace(tiny_model, tokenizer=tokenizer)
+    with LLM(loaded, num_pages=64) as llm:
+        params = {"stop": "<extra59>", "min_tokens": 2, "max_tokens": 40, "seed": 1}
+        (sample,) = samples(llm, "hello", asking("choice", **params))
+        assert KINDS["choice"][1](sample.text)
+        assert len(samples(llm, "hello", SamplingParams(**params))[0].token_ids) >= 2
+        check_empty(llm)
 
 
 # --- what cannot be served ------------------------------------------------------------------------

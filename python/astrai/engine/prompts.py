@@ -181,10 +181,11 @@ class PromptReader:
             ids |= self._eos_token_ids
         if params.skip_special_tokens:
             # A special token never shows in the text, so a stop string that spells one could
-            # never match: stop at its id.
+            # never match: stop at its id, if the model can give it.
             for stop in params.stop_strings:
                 spelled = self._tokenizer.encode(stop, add_special_tokens=False)
-                if len(spelled) == 1 and spelled[0] in self._tokenizer.special_ids:
+                is_special = len(spelled) == 1 and spelled[0] in self._tokenizer.special_ids
+                if is_special and spelled[0] < self._limits.vocab_size:
                     ids.add(spelled[0])
         return frozenset(ids)
 
