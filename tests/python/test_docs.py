@@ -27,7 +27,7 @@ EXAMPLES = {
         r"(?s)0: +(-\d.*)1: +-\d.*2: +-\d.*same samples: True\n"
         r"without Paris: '(?!.*(Paris|located))"
     ),
-    "shared_prefix.py": r" 0 of 1\d\d tokens.*\n *[89]\d of .*\n *[89]\d of .*\n  0 of them for another",
+    "shared_prefix.py": r"  0 of 1\d\d tokens.*\n( *9\d of .*\n){2}  0 of them for another tenant",
     "priorities.py": r"urgent:  Paris\npreemptions: 1  same text: True",
     "prompt_logprobs.py": r"(?s)' Paris' +-0\.\d+ +likeliest: ' Paris'.*perplexity \d+\.",
 }
