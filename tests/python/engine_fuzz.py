@@ -35,8 +35,9 @@ PAGE_SIZES = (1, 2, 3, 4, 7, 8, 16)
 MAX_CONTEXT = 96
 # Of logits whose size is about 10, between two orders of summing.
 LOGIT_TOLERANCE = 1e-3
-# How far off logits are tried, and how often, before two tokens count as told apart.
-NEAR_TIE_NOISE = 1e-4
+# How far off logits are tried, and how often, before two tokens count as told apart. A draw may
+# have fallen on the edge of a token that holds a millionth: large noise steps over it.
+NEAR_TIE_NOISES = (1e-4, 1e-5, 1e-6)
 NEAR_TIE_TRIES = 64
 
 
@@ -223,8 +224,8 @@ class NaiveEngine:
         row = self._row(prompt_ids, params, index, before)
         logits = self._model.compute_logits(self._model(torch.tensor(prompt_ids + before))[-1:])
         generator = torch.Generator().manual_seed(0)
-        for _ in range(NEAR_TIE_TRIES):
-            noise = (torch.rand(logits.shape, generator=generator) * 2 - 1) * NEAR_TIE_NOISE
+        for size in NEAR_TIE_NOISES * NEAR_TIE_TRIES:
+            noise = (torch.rand(logits.shape, generator=generator) * 2 - 1) * size
             sampler = Sampler(self.vocab_size)
             info = sampler.batch_info([row], logits.device)
             if sampler.sample(logits + noise, info).token_ids == [wanted]:
