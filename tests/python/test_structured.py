@@ -719,7 +719,12 @@ def test_masks_on_a_gpu_are_those_on_the_cpu(generator):
         (
             i,
             SamplingRow(
-                asking(kind), [1], [], 0, (5,), compiler.compile(KINDS[kind][0]).new_matcher()
+                asking(kind),
+                [1],
+                [],
+                0,
+                (5,),
+                matcher=compiler.compile(KINDS[kind][0]).new_matcher(),
             ),
         )
         for i, kind in enumerate(KINDS)
