@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from astrai import LLM, SamplingParams
+from astrai import LLM, SamplingParams, StructuredOutput
 from astrai.engine import EngineClosedError, EngineStepError
 from engine_checks import (
     HANG,
@@ -601,3 +601,31 @@ def test_llm_steps_are_unchanged_by_a_failure_elsewhere(make_llm, monkeypatch):
             llm.generate("world")
     assert isinstance(llm, LLM)
     assert seen + [event.text for event in stream] == expected
+
+
+def test_a_form_that_takes_long_holds_up_nobody_else(make_async):
+    """Not the prompts without a form, not those whose form is known, and not `close`."""
+    hostile = {"type": "string", "allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(30)]}
+    known = StructuredOutput(choice=["yes", "no"])
+    options = {"max_tokens": 4, "temperature": 0}
+
+    async def main():
+        llm = make_async()
+        await llm.generate("hello", SamplingParams(structured=known, **options))
+        stuck = []
+        for place in range(8):  # more than the event loop's executor has threads
+            form = StructuredOutput(json_schema={**hostile, "title": str(place)})
+            stuck.append(asyncio.create_task(llm.generate("x", SamplingParams(structured=form))))
+        await asyncio.sleep(0.2)
+        await asyncio.wait_for(llm.generate("hello", SamplingParams(**options)), HANG)
+        output = await asyncio.wait_for(
+            llm.generate("hello", SamplingParams(structured=known, **options)), HANG
+        )
+        assert output.outputs[0].text in ("yes", "no")
+        assert not any(task.done() for task in stuck), "too fast to show anything"
+        stuck.pop().cancel()
+        await asyncio.wait_for(llm.close(), HANG)
+        ends = await asyncio.wait_for(asyncio.gather(*stuck, return_exceptions=True), HANG)
+        assert [type(end) for end in ends] == [EngineClosedError] * 7
+
+    asyncio.run(main())

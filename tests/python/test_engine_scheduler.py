@@ -266,6 +266,50 @@ def test_nobody_gives_way_to_an_equal():
     harness.assert_drained()
 
 
+def test_an_urgent_prompt_is_not_held_up_by_a_long_one_that_is_being_read():
+    harness = Harness(max_step_tokens=8)
+    harness.add(0, 60, 2, priority=1)
+    harness.step()
+    urgent = harness.add(1, 4, 2, priority=0)
+    harness.step()
+    assert harness.prefills[-1] == [((1, 0), 4), ((0, 0), 4)]
+    assert len(urgent.sequences[0].output_ids) == 1
+    assert harness.scheduler.num_preemptions == 0
+    harness.run()
+    harness.assert_drained()
+
+
+def test_nobody_gives_way_for_nothing_and_what_fits_runs():
+    """The urgent request does not fit even if the patient one leaves: both go on meanwhile."""
+    harness = Harness(num_pages=12, page_size=4)
+    harness.add(0, 24, 12, priority=0)  # 6 pages, later 9
+    patient = harness.add(1, 4, 8, priority=5)
+    harness.step()
+    harness.add(2, 30, 2, priority=0)  # 8 pages: not before the first has ended
+    small = [harness.add(i, 3, 2, priority=1) for i in (3, 4)]
+    for _ in range(6):
+        harness.step()
+    assert patient.metrics().preemptions == 0
+    assert all(request.is_finished for request in small)
+    harness.run()
+    harness.assert_drained()
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("max_tokens", [1, 2])
+def test_samples_that_end_at_once_do_not_run_one_by_one(prefix_caching, max_tokens):
+    harness = Harness(num_pages=1024, max_batch=64, max_step_tokens=4096)
+    harness.scheduler.prefix_caching = prefix_caching
+    request = harness.add(0, 22, max_tokens, n=64)
+    steps = 0
+    while harness.scheduler.has_work:
+        harness.step()
+        steps += 1
+    assert steps <= max_tokens + 2
+    assert [s.output_ids for s in request.sequences] == [expected_output(22, max_tokens)] * 64
+    harness.assert_drained()
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_whatever_comes_everything_is_served_and_every_page_returned(seed):
     rng = random.Random(seed)

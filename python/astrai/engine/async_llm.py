@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -86,6 +87,7 @@ class AsyncLLM:
             raise ValueError(f"AsyncLLM: max_waiting is {max_waiting}; expected at least 0")
         self._llm = LLM(model, **options)
         max_batch = self._llm._engine_config.max_batch
+        self._grammar_executor = ThreadPoolExecutor(1, "astrai-grammar")
         self._engine = EngineThread(self._llm._core, max_batch, max_waiting)
         # At the end of the program the thread is stopped and waited for elsewhere.
         weakref.finalize(self, self._engine.stop).atexit = False
@@ -231,6 +233,7 @@ class AsyncLLM:
         await asyncio.to_thread(self._finish_closing)
 
     def _finish_closing(self) -> None:
+        self._grammar_executor.shutdown(wait=False)
         self._engine.join()
         self._llm.close()
 
@@ -271,8 +274,25 @@ class AsyncLLM:
         finally:
             self._engine.release(ticket)
 
+    async def _read(self, call: _Call) -> PreparedPrompt:
+        # A form that is not known yet may take seconds to compile, one after the other. Prompts
+        # without one must not stand in line behind it.
+        form = call.params.structured
+        is_new = form is not None and self._llm._grammars.cached(form) is None
+        executor = self._grammar_executor if is_new else None
+
+        def read() -> PreparedPrompt:
+            self._engine.check_open(call.op)
+            try:
+                return call.read()
+            except Exception:
+                self._engine.check_open(call.op)  # closing ends what is being compiled
+                raise
+
+        return await asyncio.get_running_loop().run_in_executor(executor, read)
+
     async def _submit(self, call: _Call, ticket: Ticket, seed: int) -> Request:
-        prepared = await asyncio.to_thread(call.read)
+        prepared = await self._read(call)
         request = self._llm._make_request(prepared, seed, call.options, call.streaming)
         self._engine.submit(ticket, request)
         return request

@@ -186,6 +186,7 @@ class Request:
     max_new_tokens  tokens each sample may generate, cut to the room there is
     stop_ids        ids that end a sample
     bad_ids         the bad words as token ids
+    is_prompt_computed  True once a sample has begun to decode
     num_scored      tokens of the prompt, from its first on, whose successor's log probability is
                     known or not wanted
     cache_salt      only requests with the same one share cached prefixes
@@ -232,6 +233,7 @@ class Request:
             self.num_scored = 0
             self.prompt_logprobs = [None] * len(prompt_ids)
         self._shows_prompt_logprobs = self.prompt_logprobs is not None
+        self.is_prompt_computed = False
         self._cached_tokens: int | None = None
         self._first_token: float | None = None
         self._last_token: float | None = None

@@ -9,7 +9,9 @@ preemption, as in Kwon et al. 2023, "PagedAttention", arXiv:2309.06180).
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from heapq import merge
 from itertools import accumulate
 from typing import Protocol
 
@@ -38,6 +40,7 @@ class Pool(Protocol):
     def truncate(self, task_id: int, num_tokens: int) -> None: ...
     def free_task(self, task_id: int) -> None: ...
     def length(self, task_id: int) -> int: ...
+    def pages(self, task_id: int) -> list[int]: ...
 
 
 # Sequences that may start before one that does not fit, while it waits; then they wait too, and the
@@ -108,9 +111,9 @@ class Scheduler:
 
     Order is by priority, then first come, first served, and never changes: a preempted sequence
     goes back to its place. The first running sequence is never preempted for another, so some
-    sequence always finishes. A sequence that does not fit yet lets up to MAX_OVERTAKES younger
-    ones of its priority start before it; one that was preempted lets none. Running sequences of
-    lower priority give way to a waiting one, so within a priority no request starves.
+    sequence always finishes. A sequence that does not fit yet lets up to MAX_OVERTAKES later ones
+    start before it; one that was preempted lets none. Running sequences of lower priority give way
+    to a waiting one if that lets it start, so within a priority no request starves.
 
     With prefix_caching, whole pages of computed tokens stay findable until their memory is needed:
     a sequence that begins with the same tokens under the same salt starts behind them, be it
@@ -206,37 +209,49 @@ class Scheduler:
             self._make_way()
         budget = self.max_step_tokens
         rows: list[tuple[Sequence, int]] = []
-        for sequence in self._prefilling:
+        for sequence in self._prefill_order(only):
+            chunk = min(budget, sequence.num_tokens - sequence.num_computed)
+            rows.append((sequence, chunk))
+            budget -= chunk
             if budget == 0:
                 break
-            if only is not None and sequence.request is not only:
-                continue
-            chunk = min(budget, sequence.num_tokens - sequence.num_computed)
-            rows.append((sequence, chunk))
-            budget -= chunk
-        position = 0 if only is None else len(self._waiting)
-        blocked: list[Sequence] = []
-        while budget and position < len(self._waiting) and self.num_running < self.max_batch:
-            sequence = self._waiting[position]
-            if self._waits_for_sibling(sequence):
-                position += 1
-                continue
-            if not all(_may_overtake(sequence, other) for other in blocked):
-                break
-            start = self._plan_start(sequence)
-            if not self._fits(start):
-                blocked.append(sequence)
-                position += 1
-                if len(blocked) == MAX_BLOCKED:
-                    break
-                continue
-            self._start(start)
-            for other in blocked:
-                other.num_overtaken += 1
-            chunk = min(budget, sequence.num_tokens - sequence.num_computed)
-            rows.append((sequence, chunk))
-            budget -= chunk
         return self._launch(rows) if rows else None
+
+    def _prefill_order(self, only: Request | None) -> Iterator[Sequence]:
+        """Sequences that are being read and, each in its place in order, those that start now.
+
+        One starts when it is asked for, with the pages that the ones before have left.
+        """
+        if only is not None:
+            yield from [s for s in self._prefilling if s.request is only]
+            return
+        blocked: list[Sequence] = []
+        may_start = True
+        for sequence in merge(self._prefilling.copy(), self._waiting.copy(), key=_order):
+            if sequence.state is SequenceState.WAITING and may_start:
+                may_start = self._try_start(sequence, blocked)
+            if sequence.state is SequenceState.PREFILLING:
+                yield sequence
+
+    def _try_start(self, sequence: Sequence, blocked: list[Sequence]) -> bool:
+        """Start a waiting sequence if it may and fits; False if no later one may either.
+
+        blocked  those in front of it that do not fit; it joins them if it does not either
+        """
+        if self.num_running >= self.max_batch:
+            return False
+        if self._waits_for_sibling(sequence):
+            return True
+        if not all(_may_be_overtaken(other) for other in blocked):
+            return False
+        start = self._plan_start(sequence)
+        if not self._fits(start):
+            blocked.append(sequence)
+            return len(blocked) < MAX_BLOCKED
+        self._start(start)
+        for other in blocked:
+            other.num_overtaken += 1
+        return True
 
     def schedule_decode(self, only: Request | None = None) -> ScheduledBatch | None:
         """One new token for every decoding sequence that can have a page for it, or None.
@@ -295,6 +310,7 @@ class Scheduler:
         if sequence.state is SequenceState.PREFILLING:
             self._prefilling.remove(sequence)
             sequence.state = SequenceState.DECODING
+            sequence.request.is_prompt_computed = True
             insort(self._decoding, sequence, key=_order)
 
     def _launch_decode(self, rows: list[Sequence]) -> ScheduledBatch:
@@ -348,24 +364,44 @@ class Scheduler:
         self.pool.index_prefix(sequence.task_id, tokens, sequence.request.cache_salt)
 
     def _waits_for_sibling(self, sequence: Sequence) -> bool:
-        """True while another sample of the request is computing the prompt that they can share."""
-        if len(sequence.request.prompt_ids) == 1:
+        """True while another sample of the request is computing the prompt that they can share.
+
+        Nobody waits once the prefix index has the prompt, or once a sample has ended and taken its
+        pages with it: waiting for one after the other would make them run one by one.
+        """
+        request = sequence.request
+        if len(request.prompt_ids) == 1 or (self.prefix_caching and request.is_prompt_computed):
             return False
-        states = [other.state for other in sequence.request.sequences]
-        return SequenceState.PREFILLING in states and SequenceState.DECODING not in states
+        states = {other.state for other in request.sequences}
+        is_shared_soon = SequenceState.PREFILLING in states
+        return is_shared_soon and not states & {SequenceState.DECODING, SequenceState.FINISHED}
 
     def _make_way(self) -> None:
-        """Let running sequences of lower priority give way to the first one in line."""
+        """Let running sequences of lower priority give way to the first one in line.
+
+        None does unless all of them together are enough.
+        """
         first = next((s for s in self._waiting if not self._waits_for_sibling(s)), None)
         if first is None:
             return
-        while True:
-            victim = max((*self._prefilling, *self._decoding), key=_order, default=None)
-            if victim is None or victim.request.priority <= first.request.priority:
-                return
-            if self.num_running < self.max_batch and self._fits(self._plan_start(first)):
-                return
-            self._preempt(victim)
+        running = (*self._prefilling, *self._decoding)
+        victims = [s for s in running if s.request.priority > first.request.priority]
+        if not victims or not self._would_fit_without(victims, first):
+            return
+        victims.sort(key=_order)
+        while self.num_running >= self.max_batch or not self._fits(self._plan_start(first)):
+            self._preempt(victims.pop())
+
+    def _would_fit_without(self, victims: list[Sequence], first: Sequence) -> bool:
+        """Whether `first` could start if `victims` gave up their pages and places."""
+        if self._fits(self._plan_start(first)):
+            return True  # it lacks a place at most
+        others = {*self._prefilling, *self._decoding}.difference(victims)
+        held = {page for other in others for page in self.pool.pages(other.task_id)}
+        freed = {page for victim in victims for page in self.pool.pages(victim.task_id)} - held
+        # What it shares with a victim would have to be taken from the free pages, too.
+        needed = self.pages_for(first.num_tokens) + len(others)
+        return needed <= self.pool.num_free_pages + len(freed)
 
     def _plan_start(self, sequence: Sequence) -> _Start:
         """What a waiting sequence needs and what it can share.
@@ -466,14 +502,10 @@ def _order(sequence: Sequence) -> tuple[int, int, int]:
     return (sequence.request.priority, *sequence.order)
 
 
-def _may_overtake(sequence: Sequence, blocked: Sequence) -> bool:
-    """Whether `sequence` may start before `blocked`, which is in front of it and does not fit.
+def _may_be_overtaken(blocked: Sequence) -> bool:
+    """Whether one more may start before `blocked`, which is in front of it and does not fit.
 
-    One that was preempted shows that pages are short: to let others in would cost it its next
-    start. One of higher priority waits for pages that it takes from lower ones.
+    A sequence that was preempted shows that pages are short: to let others in would cost it its
+    next start.
     """
-    return (
-        blocked.num_overtaken < MAX_OVERTAKES
-        and blocked.num_preemptions == 0
-        and blocked.request.priority == sequence.request.priority
-    )
+    return blocked.num_overtaken < MAX_OVERTAKES and blocked.num_preemptions == 0

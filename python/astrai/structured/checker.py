@@ -45,6 +45,12 @@ class GrammarChecker:
             raise ValueError(answer["error"])
         return str(answer["grammar"])
 
+    def kill(self) -> None:
+        """End the child process, also while another thread waits for its answer."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
     def close(self) -> None:
         """End the child process, if there is one."""
         if self._finalizer is not None:

@@ -61,7 +61,9 @@ class GrammarCompiler:
         self._source = tokenizer
         self._vocab_size = vocab_size
         self._control_ids = frozenset(control_ids)
+        # One compiles at a time; what is in the cache does not wait for it.
         self._lock = threading.Lock()
+        self._cache_lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._checker: GrammarChecker | None = None
         self._cache: OrderedDict[StructuredOutput, CompiledGrammar] = OrderedDict()
@@ -72,8 +74,11 @@ class GrammarCompiler:
         Raises ValueError for a schema, expression or grammar that is invalid, unsupported, that no
         output can satisfy, or that takes more than 5 seconds to compile.
         """
+        compiled = self.cached(output)
+        if compiled is not None:
+            return compiled
         with self._lock:
-            compiled = self._cache.get(output)
+            compiled = self.cached(output)  # another thread may have compiled it meanwhile
             if compiled is None:
                 try:
                     compiled = self._compile(output)
@@ -83,15 +88,26 @@ class GrammarCompiler:
                         f"StructuredOutput: {output.kind} cannot be used: {found}; "
                         "expected a valid one that some text satisfies"
                     ) from None
-                self._cache[output] = compiled
-                if len(self._cache) > CACHED_GRAMMARS:
-                    self._cache.popitem(last=False)
-            self._cache.move_to_end(output)
+                with self._cache_lock:
+                    self._cache[output] = compiled
+                    if len(self._cache) > CACHED_GRAMMARS:
+                        self._cache.popitem(last=False)
+            return compiled
+
+    def cached(self, output: StructuredOutput) -> CompiledGrammar | None:
+        """The grammar of `output` if it is known. Does not wait for one that is being compiled."""
+        with self._cache_lock:
+            compiled = self._cache.get(output)
+            if compiled is not None:
+                self._cache.move_to_end(output)
             return compiled
 
     def close(self) -> None:
-        """End the child process and forget all grammars."""
-        with self._lock:
+        """End the child process, and with it what is being compiled, and forget all grammars."""
+        checker = self._checker
+        if checker is not None:
+            checker.kill()
+        with self._lock, self._cache_lock:
             if self._checker is not None:
                 self._checker.close()
             self._tokenizer = self._checker = None
