@@ -620,3 +620,11 @@ def test_models_json_says_what_is_installed(run):
     assert listing["architectures"] == ["llama"]
     entry = next(alias for alias in listing["aliases"] if alias["name"] == "smollm2-135m")
     assert isinstance(entry["installed"], bool)
+
+
+@pytest.mark.parametrize("module", ["astrai", "astrai.cli"])
+def test_modules_stand_in_for_the_command(module):
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("astrai ")

@@ -62,6 +62,8 @@ def test_defaults_are_plain_sampling():
         ("allowed_token_ids", (3, -1)),
         ("bad_words", ""),
         ("bad_words", ("a", "")),
+        ("stop", ("a",) * 129),
+        ("stop", "a" * 1025),
         ("bad_words", ("a",) * 1025),
         ("bad_words", "a" * 1025),
         ("logit_bias", {-1: 1.0}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 
 class StopMatcher:
@@ -73,7 +74,8 @@ class StopMatcher:
         return complete
 
 
-def _failure_table(pattern: str) -> list[int]:
+@lru_cache(maxsize=1024)  # the samples of a request have the same stop strings
+def _failure_table(pattern: str) -> tuple[int, ...]:
     """Entry i: length of the longest proper beginning of pattern[: i + 1] that also ends it."""
     table = [0] * len(pattern)
     length = 0
@@ -83,4 +85,4 @@ def _failure_table(pattern: str) -> list[int]:
         if pattern[i] == pattern[length]:
             length += 1
         table[i] = length
-    return table
+    return tuple(table)

@@ -18,6 +18,8 @@ GREEDY_TEMPERATURE = 1e-5
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 20
 # Every bad word is tokenised twice when the request is submitted.
+MAX_STOPS = 128
+MAX_STOP_CHARS = 1024
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_CHARS = 1024
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
@@ -54,8 +56,9 @@ class SamplingParams:
                         A number beyond the context is cut to it; 0 generates nothing.
     min_tokens          default 0 tokens; 0 to max_tokens. Until this many are out, the
                         end-of-sequence and stop ids cannot be chosen and stop strings do not match.
-    stop                default (); a string or several, none empty. Generation ends when the output
-                        text contains one; the text ends before it.
+    stop                default (); a string or several, none empty, at most 128 of at most 1024
+                        characters. Generation ends when the output text contains one; the text
+                        ends before it.
     stop_token_ids      default (); ids in [0, vocabulary). Generation ends when one is chosen.
     ignore_eos          default False. Treat the model's end-of-sequence ids as ordinary tokens.
     logit_bias          default None; id -> number in [-100, 100], added to that token's logit.
@@ -203,23 +206,27 @@ class SamplingParams:
                 raise ValueError(f"SamplingParams: {name} has {token_id}; expected ids >= 0")
         return ids
 
+    def _limited_texts(self, name: str, max_count: int, max_chars: int) -> tuple[str, ...]:
+        """As _texts: at most max_count of at most max_chars characters."""
+        texts = self._texts(name)
+        if len(texts) > max_count:
+            raise ValueError(
+                f"SamplingParams: {name} has {len(texts)} strings; expected at most {max_count}"
+            )
+        longest = max((len(text) for text in texts), default=0)
+        if longest > max_chars:
+            raise ValueError(
+                f"SamplingParams: {name} has a string of {longest} characters; "
+                f"expected at most {max_chars}"
+            )
+        return texts
+
     def _check_stops(self) -> None:
-        self._set("stop", self._texts("stop"))
+        self._set("stop", self._limited_texts("stop", MAX_STOPS, MAX_STOP_CHARS))
         self._set("stop_token_ids", self._token_ids("stop_token_ids"))
 
     def _check_bans(self) -> None:
-        words = self._texts("bad_words")
-        if len(words) > MAX_BAD_WORDS:
-            raise ValueError(
-                f"SamplingParams: bad_words has {len(words)} strings; "
-                f"expected at most {MAX_BAD_WORDS}"
-            )
-        longest = max((len(word) for word in words), default=0)
-        if longest > MAX_BAD_WORD_CHARS:
-            raise ValueError(
-                f"SamplingParams: bad_words has a string of {longest} characters; "
-                f"expected at most {MAX_BAD_WORD_CHARS}"
-            )
+        words = self._limited_texts("bad_words", MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
         self._set("bad_words", words)
         if self.allowed_token_ids is not None:
             ids = tuple(sorted(set(self._token_ids("allowed_token_ids"))))
