@@ -190,7 +190,7 @@ def test_a_request_that_runs_dry_ends_alone(make_llm, tiny_model, temperature, f
     num_tokens = len(encode("hello")) + 1
     message = (
         rf"prompt 0: the sampling parameters rule out every token after {num_tokens} tokens "
-        r"\(allowed_token_ids, bad_words, min_tokens\); expected at least one"
+        r"\(allowed_token_ids, bad_words, min_tokens, structured\); expected at least one"
     )
     with pytest.raises(RuntimeError, match=f"generate: {message}"):
         llm.generate(["hello", "world"], [dry, plain])
