@@ -9,9 +9,9 @@ preemption, as in Kwon et al. 2023, "PagedAttention", arXiv:2309.06180).
 from __future__ import annotations
 
 from bisect import insort
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from heapq import merge
 from itertools import accumulate
 from typing import Protocol
 
@@ -225,13 +225,16 @@ class Scheduler:
         if only is not None:
             yield from [s for s in self._prefilling if s.request is only]
             return
+        reading = deque(self._prefilling)
         blocked: list[Sequence] = []
-        may_start = True
-        for sequence in merge(self._prefilling.copy(), self._waiting.copy(), key=_order):
-            if sequence.state is SequenceState.WAITING and may_start:
-                may_start = self._try_start(sequence, blocked)
+        for sequence in self._waiting.copy():
+            while reading and _order(reading[0]) < _order(sequence):
+                yield reading.popleft()
+            if not self._try_start(sequence, blocked):
+                break
             if sequence.state is SequenceState.PREFILLING:
                 yield sequence
+        yield from reading
 
     def _try_start(self, sequence: Sequence, blocked: list[Sequence]) -> bool:
         """Start a waiting sequence if it may and fits; False if no later one may either.
@@ -389,7 +392,10 @@ class Scheduler:
         if not victims or not self._would_fit_without(victims, first):
             return
         victims.sort(key=_order)
-        while self.num_running >= self.max_batch or not self._fits(self._plan_start(first)):
+        # A page that a queued copy still reads comes free a step later than expected.
+        while victims and not (
+            self.num_running < self.max_batch and self._fits(self._plan_start(first))
+        ):
             self._preempt(victims.pop())
 
     def _would_fit_without(self, victims: list[Sequence], first: Sequence) -> bool:
