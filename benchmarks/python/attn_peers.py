@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -282,6 +283,11 @@ def prefill_peers() -> dict[str, Callable[[Any], list[Callable[[], Any]]]]:
     return found
 
 
+def without_paths(text: str) -> str:
+    """An error's text without the places of files on this machine."""
+    return re.sub(r"/\S+", "...", text)
+
+
 def time_point(
     line: dict[str, Any], inputs: Any, prepare: Callable[[Any], list[Callable[[], Any]]]
 ) -> str:
@@ -292,7 +298,7 @@ def time_point(
         line["median_us"] = graph_time_us(launches)
     # A peer that refuses a shape is a result to report, whatever its exception type.
     except Exception as error:
-        line["error"] = str(error)[:200]
+        line["error"] = without_paths(f"{type(error).__name__}: {error}")[:200]
         return f"{line['library']} refused"
     if isinstance(inputs, PrefillInputs):
         line["tflop_per_s"] = inputs.flop / line["median_us"] / 1e6
