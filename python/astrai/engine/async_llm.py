@@ -286,7 +286,8 @@ class AsyncLLM:
             try:
                 return call.read()
             except Exception:
-                self._engine.check_open(call.op)  # closing ends what is being compiled
+                # Closing ends what is being compiled: that is what went wrong then.
+                self._engine.check_open(call.op)
                 raise
 
         return await asyncio.get_running_loop().run_in_executor(executor, read)

@@ -99,6 +99,7 @@ class PromptReader:
                 params,
                 template_values,
             )
+        # No conversation, so a prompt: read_prompt refuses what is neither.
         return self.read_prompt(op, prompt, params)  # type: ignore[arg-type]
 
     def read_prompt(self, op: str, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:

@@ -17,9 +17,10 @@ from astrai.sampling.structured_output import StructuredOutput
 GREEDY_TEMPERATURE = 1e-5
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 20
-# Every bad word is tokenised twice when the request is submitted.
+# Every stop string is looked for at every character of the output.
 MAX_STOPS = 128
 MAX_STOP_CHARS = 1024
+# Every bad word is tokenised twice when the request is submitted.
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_CHARS = 1024
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1

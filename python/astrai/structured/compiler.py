@@ -135,6 +135,7 @@ class GrammarCompiler:
                 text_pieces(self._source, self._vocab_size, self._control_ids)
             )
             slices = LLTokenizer.json_slices()
+            # llguidance's stubs name its own wrapper class; any with these attributes will do.
             self._tokenizer = LLTokenizer(wrapper, slices=slices)  # type: ignore[arg-type]
             fields = {
                 name: getattr(wrapper, name)
